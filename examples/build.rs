@@ -9,7 +9,7 @@ use std::{env, fs};
 #[path = "src/changes.rs"]
 mod changes;
 
-use changes::CHANGES;
+use changes::{CHANGES, UNFUSED};
 
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=src/changes.rs");
@@ -18,18 +18,24 @@ fn main() -> Result<(), Box<dyn Error>> {
     let out = PathBuf::from(env::var("OUT_DIR")?);
     for change in CHANGES {
         let path = models.join(change.file);
-        let mut text = read(&path)?;
-        for [from, to] in change.replaced {
-            if text.matches(from).count() != 1 {
-                return Err(format!("{}: expected `{from}` once", path.display()).into());
-            }
-            text = text.replace(from, to);
-        }
-        fs::write(out.join(change.file), text + change.added)?;
+        fs::write(out.join(change.file), changed(&path, change.replaced)? + change.added)?;
     }
+    fs::write(out.join("qwen3_moe_unfused.rs"), changed(&models.join("qwen3_moe.rs"), &[UNFUSED])?)?;
     // Qwen3-MoE takes its attention from here; nothing changes in it.
     fs::write(out.join("qwen3.rs"), read(&models.join("qwen3.rs"))?)?;
     Ok(())
+}
+
+/// A source with these texts replaced.
+fn changed(path: &Path, replaced: &[[&str; 2]]) -> Result<String, Box<dyn Error>> {
+    let mut text = read(path)?;
+    for [from, to] in replaced {
+        if text.matches(from).count() != 1 {
+            return Err(format!("{}: expected `{from}` once", path.display()).into());
+        }
+        text = text.replace(from, to);
+    }
+    Ok(text)
 }
 
 /// A source without the attributes and comments that must be first in a file, because the file is included in a module.

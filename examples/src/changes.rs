@@ -81,6 +81,14 @@ fn moe(cfg: &DeepSeekV2Config, vb: VarBuilder) -> Result<moe_layer::SparseMoeBlo
     },
 ];
 
+/// candle-transformers' Qwen3-MoE in a build with its feature `cuda` always takes a fused kernel, which has no f32.
+/// With this line it takes its own other block, which computes in f32 what ours is compared with.
+#[allow(dead_code)] // the program does not read it
+pub const UNFUSED: [&str; 2] = [
+    "FusedMoE(FusedMoe::new(&moe_cfg, vb.pp(\"mlp\"), vb.dtype())?)",
+    "NaiveMoE(Qwen3SparseMoeBlock::new(cfg, vb.pp(\"mlp\"))?)",
+];
+
 impl Change {
     /// Lines of the source that are changed or added.
     #[allow(dead_code)] // the build script does not count them

@@ -10,6 +10,7 @@
 extern crate candle_core as candle;
 
 mod changes;
+mod memory;
 mod model;
 // Sources of another crate, with their own ways.
 #[allow(warnings, missing_docs, clippy::all, clippy::unwrap_used, clippy::expect_used)]
@@ -48,7 +49,7 @@ struct Measured {
     /// Tokens per second.
     prefill: f64,
     decode: f64,
-    /// Peak memory of the process in MiB; `None` where the system does not tell.
+    /// Peak memory of the process in MiB; `None` where the system does not tell. With a GPU, of the tensors there.
     peak: Option<f64>,
 }
 
@@ -65,7 +66,7 @@ fn main() -> Result<()> {
 }
 
 fn compare_all() -> Result<()> {
-    let device = Device::cuda_if_available(0)?;
+    let device = device()?;
     for change in CHANGES {
         let lines = change.lines();
         println!("{}: {lines} lines changed", change.file);
@@ -78,6 +79,18 @@ fn compare_all() -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// The first GPU in a build with the feature `cuda`, if the machine has one; else the CPU.
+fn device() -> Result<Device> {
+    if !cfg!(feature = "cuda") {
+        return Ok(Device::Cpu);
+    }
+    Device::new_cuda(0).or_else(|e| {
+        let reason = e.to_string();
+        eprintln!("no GPU, so the CPU is used: {}", reason.lines().next().unwrap_or(""));
+        Ok(Device::Cpu)
+    })
 }
 
 /// Runs a model both ways, each in a process of its own.
@@ -155,7 +168,7 @@ fn error(got: &[Vec<f32>], want: &[Vec<f32>]) -> f64 {
 fn measure(model: &str, dtype: &str, whose: &str) -> Result<Measured> {
     let found = Model::ALL.into_iter().find(|known| known.name() == model);
     let model = found.with_context(|| format!("no model {model}"))?;
-    let device = Device::cuda_if_available(0)?;
+    let device = device()?;
     let load = || -> Result<Forward> {
         let vb = match dtype {
             "bf16" => model.tensors().checkpoint(DType::BF16, &device),
@@ -188,16 +201,8 @@ fn run(mut forward: Forward, device: &Device) -> Result<Measured> {
         logits,
         prefill: (BATCH * PROMPT) as f64 / prefill,
         decode: (BATCH * OUTPUT) as f64 / decode,
-        peak: peak_memory(),
+        peak: memory::peak(device),
     })
-}
-
-/// The most memory that this process had at once, in MiB, where Linux tells it.
-fn peak_memory() -> Option<f64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
-    let kib: f64 = line.trim().strip_suffix(" kB")?.trim().parse().ok()?;
-    Some(kib / 1024.0)
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! The three models, as candle-transformers has them and with their block replaced, in one enum.
 
 use anyhow::Result;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models as theirs;
 use serde_json::{Value, json};
@@ -124,12 +124,17 @@ impl Model {
         tensors.put(&format!("{prefix}.gate.weight"), &[EXPERTS, HIDDEN]);
     }
 
-    /// The model as candle-transformers has it.
+    /// The model as candle-transformers has it. Of two blocks for Qwen3-MoE it is the one that has the dtype.
     pub fn theirs(self, vb: VarBuilder) -> Result<Forward> {
         let config = self.config();
         Ok(match self {
             Self::Mixtral => {
                 let mut model = theirs::mixtral::Model::new(&serde_json::from_value(config)?, vb)?;
+                Box::new(move |ids, offset| model.forward(ids, offset))
+            }
+            Self::Qwen3Moe if cfg!(feature = "cuda") && vb.dtype() == DType::F32 => {
+                let mut model =
+                    ours::qwen3_moe_unfused::ModelForCausalLM::new(&serde_json::from_value(config)?, vb)?;
                 Box::new(move |ids, offset| model.forward(ids, offset))
             }
             Self::Qwen3Moe => {

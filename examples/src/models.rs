@@ -1,4 +1,5 @@
-//! The changed models, as the build script made them. They find in this crate what they take from candle-transformers.
+//! The changed models, as the build script made them, and Qwen3-MoE with the block of candle-transformers that has f32
+//! on a GPU, too. They find in this crate what they take from candle-transformers.
 
 pub use candle_transformers::models::with_tracing;
 
@@ -12,6 +13,10 @@ pub mod mixtral {
 
 pub mod qwen3 {
     include!(concat!(env!("OUT_DIR"), "/qwen3.rs"));
+}
+
+pub mod qwen3_moe_unfused {
+    include!(concat!(env!("OUT_DIR"), "/qwen3_moe_unfused.rs"));
 }
 
 pub mod qwen3_moe {
