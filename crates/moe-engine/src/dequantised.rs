@@ -3,45 +3,44 @@
 use std::collections::BTreeSet;
 
 use candle_core::DType;
-use model_runtime::{Checkpoint, QuantConfig, QuantScheme};
+use model_runtime::{Checkpoint, QuantScheme, TensorSpec};
 
 use crate::error::Result;
 use crate::family::ModelSpec;
 use crate::footprint::{Footprint, gib};
 use crate::run_config::RunConfig;
 
-/// Says how the weights of a quantised checkpoint are stored, and what they take as floats of this dtype, on all ranks
-/// together. `matrices` are the names of the model's matrices.
+/// Says how the weights of a checkpoint are stored that is loaded as floats of this dtype, and the memory of both forms
+/// on all ranks together; `None` if it is not loaded as floats. `tensors` are the model's.
 ///
 /// # Errors
 /// Sizes that the ranks cannot divide; a quantisation that cannot be read.
-pub(crate) fn told<'a>(
+pub(crate) fn told(
     model: &dyn ModelSpec,
     checkpoint: &Checkpoint,
-    stored: &QuantConfig,
-    matrices: impl Iterator<Item = &'a str>,
+    tensors: &[TensorSpec],
     run: &RunConfig,
     dtype: DType,
-) -> Result<String> {
+) -> Result<Option<String>> {
+    let config = checkpoint.quantisation.as_ref().filter(|config| config.is_dequantised());
+    let Some(config) = config else { return Ok(None) };
+    let ranks = 0..run.parallel.world_size()?;
+    let footprint = Footprint::of(model, &checkpoint.config, Some(config), run, ranks, dtype)?;
     let mut schemes = BTreeSet::new();
-    for module in matrices.filter_map(|name| name.strip_suffix(".weight")) {
-        let scheme = stored.scheme_of(module)?;
+    for spec in tensors.iter().filter(|spec| spec.shape.len() == 2) {
+        let Some(module) = spec.name.strip_suffix(".weight") else { continue };
+        let scheme = config.format_of(module)?.scheme();
         if scheme != QuantScheme::NONE {
             schemes.insert(scheme.to_string());
         }
     }
     let schemes: Vec<_> = schemes.into_iter().collect();
-    let world = run.parallel.world_size()?;
-    let weights = |quantisation: &QuantConfig| -> Result<String> {
-        let all = Footprint::of(model, &checkpoint.config, Some(quantisation), run, 0..world, dtype)?;
-        Ok(gib(all.weights))
-    };
-    Ok(format!(
+    Ok(Some(format!(
         "`dequantise`: weights of {} ({}) are loaded as {}: {} in memory instead of {}",
-        stored.method(),
+        config.method(),
         schemes.join("; "),
         dtype.as_str(),
-        weights(&stored.clone().dequantised())?,
-        weights(stored)?
-    ))
+        gib(footprint.weights),
+        gib(footprint.stored.unwrap_or(footprint.weights))
+    )))
 }

@@ -31,6 +31,8 @@ pub(crate) struct Footprint {
     pub floats: u64,
     /// Bytes of one such weight.
     pub float_size: u64,
+    /// The weights in the form of the file, if a quantised checkpoint is loaded as floats.
+    pub stored: Option<u64>,
     /// Number of ranks.
     pub ranks: u64,
 }
@@ -45,12 +47,16 @@ impl Footprint {
         raw: &Config,
         quantisation: Option<&QuantConfig>,
         run: &RunConfig,
-        ranks: impl Iterator<Item = usize>,
+        ranks: impl Iterator<Item = usize> + Clone,
         dtype: DType,
     ) -> Result<Self> {
         // Quantised checkpoints store experts one by one, and other checkpoints need the same number of bytes in packs.
         let has = |name: &str| quantisation.is_none() || !is_gate_up_pack(name);
         let mut sum = Self { float_size: dtype.size_in_bytes() as u64, ..Self::default() };
+        if let Some(stored) = quantisation.filter(|config| config.is_dequantised()) {
+            let stored = stored.clone().as_stored();
+            sum.stored = Some(Self::of(model, raw, Some(&stored), run, ranks.clone(), dtype)?.weights);
+        }
         for rank in ranks {
             let layout = model.layout(&run.parallel.geometry(rank)?, &has)?;
             let decoder = model.decoder();
@@ -87,13 +93,10 @@ impl Footprint {
         }
         for held in layout.held() {
             let name = held.stored.name.as_str();
+            let are_floats = held.stored.shape.len() != 2 || layout.floats.contains(name);
             let scheme = match (quantisation, name.strip_suffix(".weight")) {
                 // An embedding is held in floats, however a GGUF file stores it.
-                (Some(config), Some(module))
-                    if held.stored.shape.len() == 2
-                        && module != embedding
-                        && !layout.floats.contains(name) =>
-                {
+                (Some(config), Some(module)) if !are_floats && module != embedding => {
                     config.scheme_of(module)?
                 }
                 _ => QuantScheme::NONE,
@@ -159,6 +162,12 @@ impl Footprint {
         let copies = if place.on_gpu { 0 } else { self.copies };
         if self.float_size == 4 && self.weights / 2 + copies / 2 <= free {
             ways.push(format!("`dtype` bf16, about {}", gib(self.weights / 2)));
+        }
+        if let Some(stored) = self.stored.filter(|stored| !place.on_gpu && *stored <= free) {
+            ways.push(format!(
+                "the weights as they are stored, about {}: leave out `dequantise`",
+                gib(stored)
+            ));
         }
         let forms = [("8", self.quantised(INT8_BITS)), ("4", self.quantised(INT4_BITS))];
         let fitting =
@@ -308,7 +317,7 @@ mod tests {
         let copies = GIB;
         let experts = 54 * GIB;
         let floats = 55 * GIB;
-        Footprint { weights, copies, experts, floats, float_size: 2, ranks: 1 }
+        Footprint { weights, copies, experts, floats, float_size: 2, stored: None, ranks: 1 }
     }
 
     fn refused(footprint: &Footprint, free: u64, place: &Place) -> String {
@@ -331,6 +340,9 @@ mod tests {
                 .contains("8 bits, about 29.93 GiB; a checkpoint quantised to 4")
         );
         assert!(refused(&footprint, 2 * GIB, &cpu).contains("no form of it that this program knows fits"));
+        let dequantised = Footprint { stored: Some(16 * GIB), ..footprint.clone() };
+        let error = refused(&dequantised, 24 * GIB, &cpu);
+        assert!(error.contains("as they are stored, about 16.00 GiB: leave out `dequantise`"), "{error}");
         let wide = Footprint { float_size: 4, ..footprint };
         assert!(refused(&wide, 40 * GIB, &cpu).contains("`dtype` bf16, about 28.50 GiB"));
     }

@@ -214,8 +214,7 @@ impl Run {
                 (checkpoint, Some(e.tokenizer))
             }
         };
-        let stored = checkpoint.quantisation.clone();
-        checkpoint.quantisation = self.config.held(stored.clone())?;
+        checkpoint.quantisation = self.config.held(checkpoint.quantisation)?;
         let model = self.families.parse(&checkpoint.config)?;
         let has = |name: &str| checkpoint.has(name);
         let expected = model.layout(&Geometry::default(), &has)?.tensors;
@@ -229,10 +228,10 @@ impl Run {
             checkpoint.tensors.check_finite().context("the checkpoint has weights that are not finite")?;
         }
         let dtype = self.config.dtype.map_or_else(|| checkpoint.dtype(), Ok)?;
-        if let Some(stored) = stored.filter(|_| self.config.dequantise && tells) {
-            let matrices = expected.iter().filter(|spec| spec.shape.len() == 2).map(|spec| &*spec.name);
-            let told =
-                dequantised::told(model.as_ref(), &checkpoint, &stored, matrices, &self.config, dtype)?;
+        if tells
+            && let Some(told) =
+                dequantised::told(model.as_ref(), &checkpoint, &expected, &self.config, dtype)?
+        {
             info!("{told}");
         }
         for note in checkpoint.quantisation.iter().flat_map(|config| config.notes()) {

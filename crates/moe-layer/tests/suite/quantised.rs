@@ -157,13 +157,21 @@ fn checkpoints() -> Result<Vec<(Value, [Tensors; 2])>> {
     ])
 }
 
+/// The block with its quantised matrices loaded as floats.
+fn as_floats(mut spec: CheckpointBlock, quantised: Tensors) -> Result<SparseMoeBlock> {
+    spec.quant = spec.quant.map(QuantConfig::dequantised);
+    let (block, selection) = spec.load_on(&BlockContext::default(), vb(quantised))?;
+    assert_eq!(selection.spec.quant.to_string(), "none");
+    Ok(block)
+}
+
 #[test]
 fn a_quantised_block_computes_what_its_integers_mean() -> Result<()> {
     let x = Tensor::randn(0f32, 1.0, (5, HIDDEN), &Device::Cpu)?;
     for (header, [quantised, plain]) in checkpoints()? {
         let method = header["quant_method"].clone();
         let spec = CheckpointBlock::from_config(&config(Some(header)), 0)?;
-        let (block, selection) = spec.load_on(&BlockContext::default(), vb(quantised))?;
+        let (block, selection) = spec.load_on(&BlockContext::default(), vb(quantised.clone()))?;
         assert_eq!(selection.chosen.name(), "cpu", "{method}");
         let want = SparseMoeBlock::from_hf(&config(None), 0, vb(plain))?.forward(&x)?;
         let want = floats(&want);
@@ -172,6 +180,7 @@ fn a_quantised_block_computes_what_its_integers_mean() -> Result<()> {
             // Integer kernels quantise activations to 8 bits or more, so the results are close to floats.
             assert!((got - want).abs() < 1e-2 * largest, "{method}: {got} {want}");
         }
+        assert_eq!(floats(&as_floats(spec, quantised)?.forward(&x)?), want, "{method} as floats");
     }
     Ok(())
 }
@@ -225,6 +234,7 @@ fn packs_of_quantised_experts_stay_quantised() -> Result<()> {
         assert_eq!(floats(&block.forward(&x)?), want, "{name}");
     }
     spec.options.backend = None;
+    assert_eq!(floats(&as_floats(spec.clone(), quantised.clone())?.forward(&x)?), want, "as floats");
     for (name, part) in [("gate_up_proj_scales", "gate_up_proj_scales"), ("down_proj_bias", "down_proj")] {
         let mut rest = quantised.clone();
         rest.remove(&format!("mlp.experts.{name}"));

@@ -65,6 +65,12 @@ impl QuantConfig {
         Self { dequantised: true, ..self }
     }
 
+    /// The same files, of which quantised matrices stay as they are stored.
+    #[must_use]
+    pub fn as_stored(self) -> Self {
+        Self { dequantised: false, ..self }
+    }
+
     /// Whether quantised matrices are loaded as floats.
     pub fn is_dequantised(&self) -> bool {
         self.dequantised
