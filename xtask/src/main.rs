@@ -34,7 +34,8 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Check the rules of the workspace: dependency edges, module headers, file length, READMEs, links of pages.
+    /// Check the rules of the workspace: dependency edges, module headers, file length, READMEs, links of pages,
+    /// public items.
     Tidy,
     /// Write the public items of each library into its api.txt, or compare them (--check).
     Api(api::Args),

@@ -15,7 +15,7 @@ use std::path::Path;
 use anyhow::{Result, bail};
 
 use crate::workspace::{self, Package};
-use crate::{flags, names};
+use crate::{api, flags, names};
 
 /// A file with more lines probably holds more than one idea.
 const MAX_LINES: usize = 400;
@@ -99,6 +99,7 @@ pub fn run() -> Result<()> {
     comments::check(&workspace::root(), &files, &mut faults);
     circles::check(&workspace::root(), &packages, &mut faults)?;
     links::check(&workspace::root(), &files, &mut faults);
+    api::check(&packages, &mut faults)?;
     if faults.is_empty() {
         println!("tidy: {} packages, no faults", packages.len());
         return Ok(());
