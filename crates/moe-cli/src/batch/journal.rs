@@ -15,16 +15,17 @@ use anyhow::{Context, Result, bail};
 use super::entries::Key;
 use super::fingerprint::Fingerprint;
 use super::known::{Answered, Known};
-use super::records::{Header, copy, read_at, scan, write_line};
+use super::records::{Header, copy_without, read_at, scan, write_line};
 use super::replace::{replace, sibling};
 use super::settings::{self, Settings};
 use super::untouched;
 use crate::error::usage;
 
 /// What happens to the records of earlier runs.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Earlier {
     /// They stay, and their lines are not answered again.
+    #[default]
     Keep,
     /// Error records are replaced by new ones if their lines are answered again.
     RetryErrors,
@@ -32,17 +33,8 @@ pub enum Earlier {
     Overwrite,
 }
 
-impl Earlier {
-    /// The flag with which a user continues an interrupted run.
-    pub fn how_to_continue(self) -> &'static str {
-        match self {
-            Self::Keep | Self::RetryErrors => "run the same command again to continue",
-            Self::Overwrite => "run the command again without --overwrite to continue",
-        }
-    }
-}
-
 /// The destination of records.
+#[derive(Default)]
 pub struct Journal {
     name: String,
     /// `None`: stdout.
@@ -55,10 +47,10 @@ pub struct Journal {
     pub answers: u64,
     /// The largest number of tokens (prompts and answers) in a record of earlier runs.
     longest: usize,
-    /// Names of the lines with an error record of an earlier run that were not answered again yet.
-    errors: HashSet<String>,
-    /// Whether a line with an error record was answered again.
-    has_superseded: bool,
+    /// Error records of earlier runs whose lines were not answered again yet: the line's name and the record's offset.
+    errors: HashMap<String, u64>,
+    /// Offsets of the error records whose lines were answered again.
+    superseded: HashSet<u64>,
     /// The file to which links lead, which a new file replaces.
     path: PathBuf,
     earlier: Earlier,
@@ -73,7 +65,7 @@ impl Journal {
     pub fn open(path: &Path, input: &Path, earlier: Earlier, known: &mut Known) -> Result<Self> {
         let name = path.display().to_string();
         if path.as_os_str() == "-" {
-            return Ok(Self::keeping_nothing("stdout".into(), None));
+            return Ok(Self { name: "stdout".into(), ..Self::default() });
         }
         let same = |a: PathBuf| input.canonicalize().is_ok_and(|b| a == b);
         if path.canonicalize().is_ok_and(same) {
@@ -83,13 +75,13 @@ impl Journal {
         let seekable = path.metadata().is_ok_and(|m| m.is_file()) || !path.exists();
         let file = OpenOptions::new().read(seekable).append(true).create(true).open(path).map_err(cannot)?;
         if !seekable {
-            return Ok(Self::keeping_nothing(name, Some(file)));
+            return Ok(Self { name, file: Some(file), ..Self::default() });
         }
         if let Err(TryLockError::WouldBlock) = file.try_lock() {
             return Err(usage(format!("--output {name}: another run is writing to it")));
         }
         let path = path.canonicalize().map_err(cannot)?;
-        let mut journal = Self { path, earlier, ..Self::keeping_nothing(name.clone(), None) };
+        let mut journal = Self { name: name.clone(), path, earlier, ..Self::default() };
         let len = scan(&file, &name, |record, at| journal.note(&record, at, known))?;
         file.set_len(len).with_context(|| format!("cannot cut the torn last line of {name}"))?;
         let journal = Self { file: Some(file), len: Some(len), ..journal };
@@ -116,22 +108,6 @@ impl Journal {
         })
     }
 
-    /// A journal on an output that cannot be read again.
-    fn keeping_nothing(name: String, file: Option<File>) -> Self {
-        Self {
-            name,
-            file,
-            len: None,
-            records: 0,
-            answers: 0,
-            longest: 0,
-            errors: HashSet::new(),
-            has_superseded: false,
-            path: PathBuf::new(),
-            earlier: Earlier::Keep,
-        }
-    }
-
     fn note(&mut self, record: &Header, at: u64, known: &mut Known) {
         self.records += 1;
         if self.earlier == Earlier::Overwrite {
@@ -139,7 +115,7 @@ impl Journal {
         }
         let name = record.name();
         let is_error = record.error.is_some();
-        self.has_superseded |= self.errors.remove(&name);
+        self.superseded.extend(self.errors.remove(&name));
         self.answers += u64::from(!is_error);
         self.longest = self.longest.max(record.total_tokens());
         if !is_error || self.earlier == Earlier::Keep {
@@ -147,7 +123,7 @@ impl Journal {
             known.note(&name, Answered { at, request });
         }
         if is_error {
-            self.errors.insert(name);
+            self.errors.insert(name, at);
         }
     }
 
@@ -180,9 +156,10 @@ impl Journal {
 
     /// The flag with which a user continues an interrupted run.
     pub fn how_to_continue(&self) -> &'static str {
-        match self.len {
-            Some(_) => self.earlier.how_to_continue(),
-            None => "there is nothing to continue from: only --output FILE keeps what is answered",
+        match (self.len, self.earlier) {
+            (None, _) => "there is nothing to continue from: only --output FILE keeps what is answered",
+            (_, Earlier::Overwrite) => "run the command again without --overwrite to continue",
+            (_, Earlier::Keep | Earlier::RetryErrors) => "run the same command again to continue",
         }
     }
 
@@ -212,7 +189,7 @@ impl Journal {
             };
             format!("cannot write to {}; {intact}{}", self.name, self.how_to_continue())
         })?;
-        self.has_superseded |= self.errors.remove(&key.name());
+        self.superseded.extend(self.errors.remove(&key.name()));
         self.records += 1;
         Ok(at)
     }
@@ -240,32 +217,19 @@ impl Journal {
     /// Removes errors whose lines were answered again, and waits until the file is on the disk.
     pub fn finish(self) -> Result<()> {
         self.check_untouched()?;
-        match (&self.file, self.len) {
-            (Some(file), Some(_)) if self.has_superseded => self.drop_superseded(file).with_context(|| {
-                format!("cannot take earlier records out of {}; it is as it was", self.name)
-            }),
-            (Some(file), Some(_)) => {
-                file.sync_all().with_context(|| format!("cannot write to {}", self.name))
-            }
-            _ => Ok(()),
+        let (Some(file), Some(_)) = (&self.file, self.len) else { return Ok(()) };
+        if self.superseded.is_empty() {
+            return file.sync_all().with_context(|| format!("cannot write to {}", self.name));
         }
+        let removed = self.drop_superseded(file);
+        removed.with_context(|| format!("cannot take earlier records out of {}; it is as it was", self.name))
     }
 
     /// Removes the error records that a later record of the same line follows. A crash leaves either the old or the new
     /// file.
-    fn drop_superseded(&self, file: &File) -> Result<()> {
-        let mut newest = HashMap::new();
-        scan(file, &self.name, |record, at| {
-            let name = record.name();
-            if record.error.is_some() {
-                newest.insert(name, at);
-            } else if let Some(newest) = newest.get_mut(&name) {
-                *newest = at;
-            }
-        })?;
-        let stays = |record: &Header, at| record.error.is_none() || newest.get(&record.name()) == Some(&at);
-        let new = replace(&self.path, |out| copy(file, out, stays))?;
-        Ok(new.set_permissions(file.metadata()?.permissions())?)
+    fn drop_superseded(&self, file: &File) -> io::Result<()> {
+        let new = replace(&self.path, |out| copy_without(file, out, &self.superseded))?;
+        new.set_permissions(file.metadata()?.permissions())
     }
 }
 

@@ -58,9 +58,9 @@ fn errors_make_room_for_answers_and_not_before() {
     assert_eq!((journal.records, text().as_str()), (0, ""));
     assert!(open(&path).is_err(), "it is still locked");
     journal.append(&key("a"), bad.replace("\"b\"", "\"a\"")).unwrap();
+    assert!(journal.how_to_continue().contains("without"), "or it would begin again");
     journal.finish().unwrap();
     assert_eq!(text().lines().count(), 1);
-    assert!(Earlier::Overwrite.how_to_continue().contains("without"), "or it would begin again");
 }
 
 /// The lines of records may be removed from the input; the records stay.
@@ -126,7 +126,7 @@ fn a_folder_that_takes_no_file_is_found_before_the_run() {
 
 #[test]
 fn what_is_not_kept_cannot_be_continued() {
-    let stdout = Journal::keeping_nothing("stdout".into(), None);
+    let (stdout, _) = open(Path::new("-")).unwrap();
     assert!(stdout.how_to_continue().contains("--output FILE"));
     let dir = tempfile::tempdir().unwrap();
     let (file, _) = open(&dir.path().join("out.jsonl")).unwrap();
@@ -144,17 +144,14 @@ fn two_runs_cannot_write_to_one_file() {
     assert!(open(&path).is_ok());
 }
 
-fn open_input_as(output: &Path, input: &Path) -> Result<Journal> {
-    Journal::open(output, input, Earlier::Overwrite, &mut Known::with_lines(0))
-}
-
 #[test]
 fn the_input_is_not_overwritten() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("in.jsonl");
     std::fs::write(&path, "").unwrap();
     let other = dir.path().join(".").join("in.jsonl");
-    let error = open_input_as(&other, &path).err().unwrap().to_string();
+    let opened = Journal::open(&other, &path, Earlier::Overwrite, &mut Known::with_lines(0));
+    let error = opened.err().unwrap().to_string();
     assert!(error.contains("is the input"), "{error}");
 }
 

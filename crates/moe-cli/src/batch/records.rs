@@ -1,5 +1,6 @@
 //! The records of an output: how a record is written, and which parts a later run reads.
 
+use std::collections::HashSet;
 use std::fmt::Display;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
@@ -66,14 +67,14 @@ impl Header {
     }
 }
 
-/// Copies the records of a file that are wanted; the second argument of `wanted` is a record's offset.
-pub fn copy(mut from: &File, to: &mut impl Write, wanted: impl Fn(&Header, u64) -> bool) -> io::Result<()> {
+/// Copies the records of a file, except for the ones at these offsets.
+pub fn copy_without(mut from: &File, to: &mut impl Write, left_out: &HashSet<u64>) -> io::Result<()> {
     from.rewind()?;
     let mut reader = BufReader::with_capacity(1 << 20, from);
     let mut line = Vec::new();
     let mut at = 0;
     while reader.read_until(b'\n', &mut line)? > 0 {
-        if wanted(&serde_json::from_slice(&line)?, at) {
+        if !left_out.contains(&at) {
             to.write_all(&line)?;
         }
         at += line.len() as u64;
