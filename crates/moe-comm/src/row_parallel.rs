@@ -108,11 +108,6 @@ impl RowParallel {
         self.deferred = true;
     }
 
-    /// Whether the caller adds the parts.
-    pub fn is_deferred(&self) -> bool {
-        self.deferred
-    }
-
     /// The sum that follows the product in [`linear_into`](Self::linear_into), for plans. `None` if the caller adds the
     /// parts or no other rank has a part.
     pub fn sum_stage(&self) -> Option<Stage> {
