@@ -5,6 +5,7 @@
 mod program;
 
 use std::fs;
+use std::path::Path;
 use std::process::Output;
 
 use program::{Copied, Program, fixture, stdout};
@@ -106,28 +107,27 @@ fn damaged_weights_are_named() {
     let model = Copied::new("text");
     let weights = model.path("model.safetensors");
     let bytes = fs::read(&weights).unwrap();
-    fs::write(&weights, &bytes[..bytes.len() / 2]).unwrap();
-    unusable(&model, &["model.safetensors"]);
-    fs::write(&weights, &bytes[..3]).unwrap();
-    unusable(&model, &["model.safetensors"]);
-    fs::write(&weights, [&u64::MAX.to_le_bytes()[..], &bytes[8..]].concat()).unwrap();
-    unusable(&model, &["model.safetensors"]);
-    fs::write(&weights, b"").unwrap();
-    unusable(&model, &["model.safetensors"]);
+    let huge = [&u64::MAX.to_le_bytes()[..], &bytes[8..]].concat();
+    for damaged in [&bytes[..bytes.len() / 2], &bytes[..3], &huge, b""] {
+        fs::write(&weights, damaged).unwrap();
+        unusable(&model, &["model.safetensors"]);
+    }
     fs::remove_file(&weights).unwrap();
     fs::remove_file(model.path("reference.safetensors")).unwrap();
     unusable(&model, &["safetensors"]);
 }
 
+fn layers(model: &Copied) -> u64 {
+    let config: Value = serde_json::from_slice(&fs::read(model.path("config.json")).unwrap()).unwrap();
+    config["num_hidden_layers"].as_u64().unwrap()
+}
+
 #[test]
 fn every_mismatch_is_in_one_message() {
     let model = Copied::new("text");
+    let layers = layers(&model);
     // With another width, many tensors have another shape. With one more layer, all tensors of a layer are missing.
     model.config("moe_intermediate_size", json!(24));
-    let layers = serde_json::from_slice::<Value>(&fs::read(model.path("config.json")).unwrap()).unwrap()
-        ["num_hidden_layers"]
-        .as_u64()
-        .unwrap();
     model.config("num_hidden_layers", json!(layers + 1));
     unusable(
         &model,
@@ -143,8 +143,7 @@ fn every_mismatch_is_in_one_message() {
 fn contradictions_of_config_and_weights_are_told_once() {
     let plain = Copied::new("text");
     let model = Copied::new("text");
-    let config: Value = serde_json::from_slice(&fs::read(model.path("config.json")).unwrap()).unwrap();
-    let layers = config["num_hidden_layers"].as_u64().unwrap();
+    let layers = layers(&model);
     model.config("tie_word_embeddings", json!(true));
     for model in [&plain, &model] {
         model.config("num_hidden_layers", json!(layers - 1));
@@ -217,8 +216,7 @@ fn not_finite_weights_are_reported_on_request() {
     let end = bytes.len();
     bytes[end - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
     fs::write(&weights, bytes).unwrap();
-    let path = model.dir().to_string();
-    fails(&["--model", &path, "--prompt", "x", "--check-weights"], 1, &["not finite", "NaN"]);
+    fails(&["--model", model.dir(), "--prompt", "x", "--check-weights"], 1, &["not finite", "NaN"]);
 }
 
 #[test]
@@ -295,22 +293,16 @@ fn backends_are_explained_as_a_table() {
     }
 }
 
+fn parity<'a>(model: &'a str, reference: &'a Path) -> [&'a str; 5] {
+    ["parity", "--model", model, "--reference", reference.to_str().unwrap()]
+}
+
 #[test]
 fn parity_fails_on_a_foreign_reference() {
     let model = fixture("base");
     let foreign = fixture("f32").join("reference.safetensors");
-    let json = tempfile::NamedTempFile::new().unwrap();
-    let output = run(&[
-        "parity",
-        "--model",
-        model.to_str().unwrap(),
-        "--reference",
-        foreign.to_str().unwrap(),
-        "--json",
-        json.path().to_str().unwrap(),
-    ]);
-    assert_eq!(output.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("expected"), "the sizes do not fit this model");
+    // The sizes do not fit this model.
+    fails(&parity(model.to_str().unwrap(), &foreign), 1, &["expected"]);
 }
 
 #[test]
@@ -323,12 +315,7 @@ fn a_reference_with_absurd_noise_does_not_switch_the_comparison_off() {
     let at = 8 + header_len + header["bf16_noise"]["data_offsets"][0].as_u64().unwrap() as usize;
     bytes[at..at + 4].copy_from_slice(&f32::NAN.to_le_bytes());
     fs::write(&reference, bytes).unwrap();
-    let path = model.dir().to_string();
-    fails(
-        &["parity", "--model", &path, "--reference", reference.to_str().unwrap()],
-        1,
-        &["bf16_noise", "NaN"],
-    );
+    fails(&parity(model.dir(), &reference), 1, &["bf16_noise", "NaN"]);
 }
 
 #[test]
@@ -341,15 +328,7 @@ fn parity_names_the_first_tensor_that_differs() {
     bytes[end - 1] ^= 0x80;
     fs::write(&weights, bytes).unwrap();
     let reference = model.path("reference.safetensors");
-    let output = run(&[
-        "parity",
-        "--model",
-        model.dir(),
-        "--reference",
-        reference.to_str().unwrap(),
-        "--dtype",
-        "f32",
-    ]);
+    let output = run(&[&parity(model.dir(), &reference)[..], &["--dtype", "f32"]].concat());
     assert_eq!(output.status.code(), Some(1));
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["passed"], json!(false));

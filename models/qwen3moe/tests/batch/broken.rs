@@ -3,12 +3,12 @@
 
 use std::fs::{self, File};
 use std::io::{Read, Write, pipe};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
 
-use super::{Folder, completion, stderr};
+use super::{Folder, completion, ended, stderr};
 
 fn folder(lines: usize) -> Folder {
     let line = |i| completion(&format!("{i}"), json!({"prompt": "x", "max_tokens": 8, "seed": i}));
@@ -47,20 +47,15 @@ fn a_reader_that_leaves_costs_no_record() {
 /// If answers are lost, the run is not a success.
 #[test]
 fn a_stdout_that_takes_nothing_is_an_error() {
-    let full = || File::options().write(true).open("/dev/full").unwrap();
+    let full = File::options().write(true).open("/dev/full").unwrap();
     let folder = folder(3);
-    let run = |args: &[&str]| -> Output {
-        let mut command = folder.command("in.jsonl", "-");
-        command.args(args).stdout(full()).output().unwrap()
-    };
-    let output = run(&[]);
-    assert_eq!(output.status.code(), Some(1));
-    assert!(stderr(&output).contains("cannot write to stdout"), "{}", stderr(&output));
+    let output = folder.command("in.jsonl", "-").stdout(full).output().unwrap();
+    ended(&output, 1, &["cannot write to stdout"]);
     assert!(fs::metadata(folder.path("out.jsonl")).is_err());
 }
 
 /// A run that has written a record and is far from its end.
-fn begun(folder: &Folder, command: &mut Command) -> Child {
+pub fn begun(folder: &Folder, command: &mut Command) -> Child {
     let run = command.args(["--max-num-seqs", "2"]).stderr(Stdio::piped()).spawn().unwrap();
     let deadline = Instant::now() + Duration::from_secs(60);
     while fs::metadata(folder.path("out.jsonl")).map_or(0, |m| m.len()) == 0 {
@@ -80,12 +75,7 @@ fn an_output_that_is_deleted_or_cut_ends_the_run() {
             true => File::options().write(true).open(folder.path("out.jsonl")).unwrap().set_len(5).unwrap(),
         }
         let output = run.wait_with_output().unwrap();
-        let text = stderr(&output);
-        assert_eq!(output.status.code(), Some(1), "{text}");
-        assert!(
-            text.contains("out.jsonl: another program") && text.contains("run the same command"),
-            "{text}"
-        );
+        ended(&output, 1, &["out.jsonl: another program", "run the same command"]);
     }
 }
 
@@ -107,25 +97,15 @@ fn a_file_of_nothing_but_faults_is_a_failure_with_its_reasons() {
     let folder = folder(1);
     fs::write(folder.path("in.jsonl"), "no JSON\n".repeat(30) + "{\"custom_id\":\"a\",\"url\":\"/v9\"}\n")
         .unwrap();
-    let output = folder.run(&[]);
-    let text = stderr(&output);
-    assert_eq!((output.status.code(), folder.records().len()), (Some(1), 31), "{text}");
-    for words in [
-        "31 with errors",
-        "     30 as line 1: it is not JSON",
-        "      1 as line 31: ",
-        "no line has an answer",
-    ] {
-        assert!(text.contains(words), "{words}: {text}");
-    }
-    assert_eq!(folder.run(&[]).status.code(), Some(1), "nor has it when run again");
+    let reasons = ["31 with errors", "     30 as line 1: it is not JSON", "      1 as line 31: "];
+    folder.ends(1, &[], &[&reasons[..], &["no line has an answer"]].concat());
+    assert_eq!(folder.records().len(), 31);
+    // Nor has it when run again.
+    folder.ends(1, &[], &[]);
     let good = completion("b", json!({"prompt": "x", "max_tokens": 2}));
     fs::write(folder.path("in.jsonl"), format!("no JSON\n{good}\n")).unwrap();
-    let output = folder.run(&["--overwrite"]);
-    assert!(
-        output.status.success() && stderr(&output).contains("as line 1: it is not JSON"),
-        "one is answered"
-    );
+    // One line is answered.
+    folder.ends(0, &["--overwrite"], &["as line 1: it is not JSON"]);
 }
 
 #[test]
@@ -135,10 +115,8 @@ fn files_in_other_encodings_are_named_before_the_model_loads() {
     for (mark, name) in [("\u{feff}", "UTF-16;"), ("", "UTF-16 without")] {
         let bytes: Vec<u8> = format!("{mark}{text}").encode_utf16().flat_map(u16::to_le_bytes).collect();
         fs::write(folder.path("in.jsonl"), bytes).unwrap();
-        let output = folder.run(&[]);
-        let text = stderr(&output);
-        assert_eq!(output.status.code(), Some(2), "{text}");
-        assert!(text.contains(name) && text.contains("iconv") && !text.contains("running on"), "{text}");
+        let text = folder.ends(2, &[], &[name, "iconv"]);
+        assert!(!text.contains("running on"), "{text}");
     }
     assert!(!folder.path("out.jsonl").exists());
 }
@@ -154,13 +132,12 @@ fn compressed_inputs_are_read() {
     let packed = Command::new("gzip").arg("-c").arg(folder.path("in.jsonl")).output().unwrap().stdout;
     fs::write(folder.path("in.gz"), &packed).unwrap();
     let output = folder.command("in.gz", "out.jsonl").output().unwrap();
-    assert!(stderr(&output).contains("13 requests, ") && stderr(&output).contains("7 done before"));
+    ended(&output, 0, &["13 requests, ", "7 done before"]);
     let mut run = folder.command("-", "stdin.jsonl").stdin(Stdio::piped()).spawn().unwrap();
     run.stdin.take().unwrap().write_all(&packed).unwrap();
     assert!(run.wait().unwrap().success());
     assert_eq!(super::records(&fs::read(folder.path("stdin.jsonl")).unwrap()).len(), 20);
     fs::write(folder.path("in.gz"), &packed[..packed.len() / 2]).unwrap();
     let output = folder.command("in.gz", "cut.jsonl").output().unwrap();
-    assert_eq!(output.status.code(), Some(1));
-    assert!(stderr(&output).contains("cannot read the input any further"), "{}", stderr(&output));
+    ended(&output, 1, &["cannot read the input any further"]);
 }

@@ -6,8 +6,10 @@ use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::{Value, json};
 
+#[cfg(unix)]
+use super::broken::begun;
 use super::nan::copy_with_nan;
-use super::{Folder, by_name, completion, stderr};
+use super::{Folder, by_name, completion, ended};
 
 /// Requests whose tokens reach an expert with NaN fail, each with its advice. The others have the same answers as
 /// without that expert.
@@ -19,7 +21,7 @@ fn weights_that_are_not_finite_fail_the_requests_that_meet_them() {
         .map(|i| completion(&format!("{i}"), json!({"prompt": prompt(i), "max_tokens": 2, "temperature": 0})))
         .collect();
     let folder = Folder::new(&lines);
-    assert!(folder.run(&[]).status.success());
+    folder.succeeds(&[]);
     let sound = by_name(&folder.records());
     copy_with_nan(&folder.path("model"));
     // There are few blocks, so that requests reuse the blocks of failed ones.
@@ -35,8 +37,7 @@ fn weights_that_are_not_finite_fail_the_requests_that_meet_them() {
         "17",
     ];
     for more in [&[][..], &["--tp", "2"], &["--dp", "2", "--enable-expert-parallel"]] {
-        let output = folder.run(&[&flags, more, &["--overwrite"]].concat());
-        assert!(output.status.success(), "{}", stderr(&output));
+        folder.succeeds(&[&flags, more, &["--overwrite"]].concat());
         let got = by_name(&folder.records());
         let failed: Vec<_> = got.iter().filter(|(_, answer)| answer[0] != 200).collect();
         assert!((10..90).contains(&failed.len()), "{} of {}", failed.len(), got.len());
@@ -93,7 +94,7 @@ fn killed_runs_continue() {
     lines[60] = json!("no request");
     let undisturbed = Folder::new(&lines);
     let flags = ["--max-num-seqs", "8"];
-    assert!(undisturbed.run(&flags).status.success());
+    undisturbed.succeeds(&flags);
     let want = by_name(&undisturbed.records());
     assert_eq!(want.len(), 200);
 
@@ -122,11 +123,10 @@ fn killed_runs_continue() {
         }
     }
     assert!(while_running >= 3, "only {while_running} kills met a running program");
-    assert!(disturbed.run(&flags).status.success());
+    disturbed.succeeds(&flags);
     assert_eq!(by_name(&disturbed.records()), want);
     let before = fs::read(disturbed.path("out.jsonl")).unwrap();
-    let again = disturbed.run(&flags);
-    assert!(stderr(&again).contains("200 done before"), "{}", stderr(&again));
+    disturbed.ends(0, &flags, &["200 done before"]);
     assert_eq!(fs::read(disturbed.path("out.jsonl")).unwrap(), before, "nothing is left to do");
 }
 
@@ -135,12 +135,7 @@ fn killed_runs_continue() {
 fn a_full_disk_stops_the_run_with_a_clear_error() {
     let folder = Folder::new(&[completion("a", json!({"prompt": "x", "max_tokens": 2}))]);
     let output = folder.command("in.jsonl", "/dev/full").output().unwrap();
-    assert_eq!(output.status.code(), Some(1));
-    assert!(
-        stderr(&output).contains("/dev/full") && stderr(&output).contains("No space left"),
-        "{}",
-        stderr(&output)
-    );
+    ended(&output, 1, &["/dev/full", "No space left"]);
 }
 
 /// A limit on the size of files simulates a disk that fills up while records are written.
@@ -150,27 +145,15 @@ fn what_is_written_before_the_disk_is_full_is_intact() {
     let lines: Vec<Value> =
         (0..20).map(|i| completion(&format!("{i}"), json!({"prompt": "x", "max_tokens": 2}))).collect();
     let folder = Folder::new(&lines);
-    let shell = "trap '' XFSZ; ulimit -f 4; exec \"$@\"";
-    let limited = Command::new("bash")
-        .args([
-            "-c",
-            shell,
-            "-",
-            env!("CARGO_BIN_EXE_model-qwen3moe"),
-            "batch",
-            "--input",
-            "in.jsonl",
-            "--output",
-            "out.jsonl",
-        ])
-        .current_dir(folder.path(""))
-        .output()
-        .unwrap();
-    assert_eq!(limited.status.code(), Some(1), "{}", stderr(&limited));
-    assert!(stderr(&limited).contains("records are intact"), "{}", stderr(&limited));
+    let direct = folder.command("in.jsonl", "out.jsonl");
+    let mut limited = Command::new("bash");
+    limited.args(["-c", "trap '' XFSZ; ulimit -f 4; exec \"$@\"", "-"]);
+    limited.arg(direct.get_program()).args(direct.get_args()).current_dir(folder.path(""));
+    let limited = limited.output().unwrap();
+    ended(&limited, 1, &["records are intact"]);
     let before = folder.records();
     assert!((1..20).contains(&before.len()), "{} records", before.len());
-    assert!(folder.run(&[]).status.success());
+    folder.succeeds(&[]);
     assert_eq!(folder.records()[..before.len()], before);
     assert_eq!(by_name(&folder.records()).len(), 20);
 }
@@ -189,26 +172,16 @@ fn ignores_hangups() -> bool {
     u64::from_str_radix(ignored.trim(), 16).unwrap() & 1 == 1
 }
 
+#[cfg(unix)]
 fn interrupted_by(signal: &str) {
     let lines: Vec<Value> = (0..64)
         .map(|i| completion(&format!("{i}"), json!({"prompt": "x", "max_tokens": 200, "ignore_eos": true})))
         .collect();
     let folder = Folder::new(&lines);
-    let run = folder
-        .command("in.jsonl", "out.jsonl")
-        .args(["--max-num-seqs", "2"])
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while fs::metadata(folder.path("out.jsonl")).map_or(0, |m| m.len()) == 0 {
-        assert!(Instant::now() < deadline, "no record is written");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    let run = begun(&folder, &mut folder.command("in.jsonl", "out.jsonl"));
     assert!(Command::new("kill").args([signal, &run.id().to_string()]).status().unwrap().success());
     let output = run.wait_with_output().unwrap();
-    assert_eq!(output.status.code(), Some(130), "{}", stderr(&output));
-    assert!(stderr(&output).contains("run the same command again"), "{}", stderr(&output));
+    ended(&output, 130, &["run the same command again"]);
     let count = folder.records().len();
     assert!((1..64).contains(&count), "{count} whole records");
 }

@@ -4,45 +4,33 @@ use std::fs;
 use std::process::Command;
 use std::time::Instant;
 
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::{Folder, completion, fixture, stderr};
-
-fn body(folder: &Folder, id: &str) -> Value {
-    let records = folder.records();
-    let record = records.iter().find(|record| record["custom_id"] == id);
-    record.unwrap_or_else(|| panic!("no {id}"))["response"]["body"].clone()
-}
 
 #[test]
 fn lines_of_text_are_prompts() {
     let folder = Folder::new(&[]);
     fs::write(folder.path("in.jsonl"), "ROMEO:\n\n  {\"no\": \"JSON\"}\r\n").unwrap();
     let flags = ["--input-format", "text", "--max-new-tokens", "6", "--temperature", "0"];
-    let output = folder.run(&flags);
-    assert!(output.status.success(), "{}", stderr(&output));
-    let texts = ["line-1", "line-3"].map(|id| body(&folder, id)["choices"][0]["text"].clone());
+    folder.succeeds(&flags);
+    let texts = ["line-1", "line-3"].map(|id| folder.choice(id)["text"].clone());
     let same = Folder::new(&[
         completion("a", json!({"prompt": "ROMEO:"})),
         completion("b", json!({"prompt": "  {\"no\": \"JSON\"}"})),
     ]);
-    assert!(same.run(&flags[2..]).status.success());
-    assert_eq!(texts, ["a", "b"].map(|id| body(&same, id)["choices"][0]["text"].clone()));
-    assert!(stderr(&folder.run(&flags)).contains("2 done before"), "a rerun continues");
+    same.succeeds(&flags[2..]);
+    assert_eq!(texts, ["a", "b"].map(|id| same.choice(id)["text"].clone()));
+    folder.ends(0, &flags, &["2 done before"]);
     let model = fixture("text");
     let chat = Folder::new(&[]);
     fs::write(chat.path("in.jsonl"), "hi\n").unwrap();
     let asked = [&flags[..], &["--chat", "--model", model.to_str().unwrap()]].concat();
-    assert!(chat.run(&asked).status.success());
-    assert_eq!(body(&chat, "line-1")["object"], "chat.completion");
-    let both = chat.run(&["--chat"]);
-    assert!(
-        both.status.code() == Some(2) && stderr(&both).contains("--input-format text"),
-        "{}",
-        stderr(&both)
-    );
-    let without = chat.run(&[&flags[..], &["--chat", "--overwrite"]].concat());
-    assert!(!without.status.success() && stderr(&without).contains("no chat template"));
+    chat.succeeds(&asked);
+    assert_eq!(chat.body("line-1")["object"], "chat.completion");
+    chat.ends(2, &["--chat"], &["--input-format text"]);
+    let without = [&flags[..], &["--chat", "--overwrite"]].concat();
+    chat.ends(1, &without, &["no chat template"]);
 }
 
 #[test]
@@ -59,30 +47,24 @@ fn token_ids_need_no_tokenizer() {
     let text = json!({"prompt": "text"});
     let lines = [completion("ids", ids.clone()), chat, completion("stop", stop), completion("text", text)];
     let folder = Folder::new(&lines);
-    let refused = folder.run(&["--model", model]);
-    assert!(!refused.status.success() && stderr(&refused).contains("tokenizer.json"), "{}", stderr(&refused));
-    let output = folder.run(&["--model", model, "--skip-tokenizer"]);
-    assert!(output.status.success() && stderr(&output).contains("3 with errors"), "{}", stderr(&output));
-    let with = Folder::new(&[completion("ids", {
-        let mut ids = ids;
-        ids["return_token_ids"] = json!(true);
-        ids
-    })]);
-    assert!(with.run(&["--model", fixture("text").to_str().unwrap()]).status.success());
-    let alone = body(&folder, "ids")["choices"][0].clone();
-    let with = body(&with, "ids")["choices"][0].clone();
+    folder.ends(1, &["--model", model], &["tokenizer.json"]);
+    folder.ends(0, &["--model", model, "--skip-tokenizer"], &["3 with errors"]);
+    let mut with_ids = ids;
+    with_ids["return_token_ids"] = json!(true);
+    let with = Folder::new(&[completion("ids", with_ids)]);
+    with.succeeds(&["--model", fixture("text").to_str().unwrap()]);
+    let alone = folder.choice("ids");
+    let with = with.choice("ids");
     assert_eq!((&alone["text"], &alone["token_ids"]), (&json!(""), &with["token_ids"]));
     assert_eq!(alone["token_ids"].as_array().unwrap().len(), 4);
     assert_eq!(alone["prompt_token_ids"], json!([5, 6, 7]));
     for id in ["chat", "stop", "text"] {
-        let records = folder.records();
-        let record = records.iter().find(|record| record["custom_id"] == id).unwrap();
+        let record = folder.record(id);
         assert_eq!(record["response"]["status_code"], 400);
         let message = record["error"]["error"]["message"].as_str().unwrap();
         assert!(message.contains("needs a tokenizer"), "{id}: {message}");
     }
-    let stop = folder.run(&["--model", model, "--skip-tokenizer-init", "--stop", "x"]);
-    assert!(stop.status.code() == Some(2) && stderr(&stop).contains("--stop"), "{}", stderr(&stop));
+    folder.ends(2, &["--model", model, "--skip-tokenizer-init", "--stop", "x"], &["--stop"]);
 }
 
 /// The experts are the same as in the recording that `generate` makes of the same text.
@@ -94,12 +76,11 @@ fn experts_of_every_token_are_those_that_generate_records() {
     without["return_routed_experts"] = json!(false);
     let lines = [completion("a", body("ROMEO:")), completion("b", without)];
     let folder = Folder::new(&lines);
-    let output = folder.run(&["--enable-return-routed-experts"]);
-    assert!(output.status.success(), "{}", stderr(&output));
-    assert!(folder_choice(&folder, "b").get("routed_experts").is_none());
-    let choice = folder_choice(&folder, "a");
+    folder.succeeds(&["--enable-return-routed-experts"]);
+    assert!(folder.choice("b").get("routed_experts").is_none());
+    let choice = folder.choice("a");
     let file = base64_bytes(choice["routed_experts"].as_str().unwrap());
-    let tokens = self::body(&folder, "a")["usage"]["total_tokens"].as_u64().unwrap() as usize - 1;
+    let tokens = folder.body("a")["usage"]["total_tokens"].as_u64().unwrap() as usize - 1;
     let header = String::from_utf8_lossy(&file[10..128]).to_string();
     assert!(
         header.contains("'descr': '|u1'") && header.contains(&format!("'shape': ({tokens}, ")),
@@ -120,10 +101,6 @@ fn experts_of_every_token_are_those_that_generate_records() {
     assert_eq!(&file[128..], ids);
 }
 
-fn folder_choice(folder: &Folder, id: &str) -> Value {
-    body(folder, id)["choices"][0].clone()
-}
-
 fn base64_bytes(text: &str) -> Vec<u8> {
     let digit = |c: u8| match c {
         b'A'..=b'Z' => c - b'A',
@@ -142,7 +119,7 @@ fn base64_bytes(text: &str) -> Vec<u8> {
 fn a_prompt_of_megabytes_is_refused_by_its_bytes() {
     let folder = Folder::new(&[completion("long", json!({"prompt": "word ".repeat(4 << 18)}))]);
     let start = Instant::now();
-    assert_eq!(folder.run(&[]).status.code(), Some(1), "no line has an answer");
+    folder.ends(1, &[], &["no line has an answer"]);
     let elapsed = start.elapsed();
     let message = folder.records()[0]["error"]["error"]["message"].as_str().unwrap().to_string();
     for word in ["5242880 bytes", "context of 512 tokens"] {

@@ -35,9 +35,8 @@ fn silent() -> tempfile::TempDir {
 /// The choice and the number of tokens that `batch` gives a body.
 fn answer(model: &Path, body: Value, flags: &[&str]) -> (Value, u64) {
     let folder = Folder::new(&[completion("a", body)]);
-    let output = folder.run(&[&["--model", model.to_str().unwrap()], flags].concat());
-    assert!(output.status.success(), "{}", stderr(&output));
-    let body = &folder.records()[0]["response"]["body"];
+    folder.succeeds(&[&["--model", model.to_str().unwrap()], flags].concat());
+    let body = folder.body("a");
     (body["choices"][0]["text"].clone(), body["usage"]["completion_tokens"].as_u64().unwrap())
 }
 

@@ -60,7 +60,7 @@ fn soak(lines: usize) -> Soaked {
     let is_hostile = |number: usize| number % ONE_IN == 3;
     let clean = Folder::new(&[]);
     write_lines(&clean, (1..=lines).filter(|&number| !is_hostile(number)).map(normal));
-    assert!(clean.run(&[]).status.success());
+    clean.succeeds(&[]);
     let attacked = Folder::new(&[]);
     let all = (1..=lines).map(|number| if is_hostile(number) { hostile(number) } else { normal(number) });
     write_lines(&attacked, all);

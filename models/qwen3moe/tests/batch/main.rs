@@ -50,8 +50,36 @@ impl Folder {
         self.command("in.jsonl", "out.jsonl").args(flags).output().unwrap()
     }
 
+    /// stderr of a run that succeeds.
+    fn succeeds(&self, flags: &[&str]) -> String {
+        self.ends(0, flags, &[])
+    }
+
+    /// stderr of a run that ends with this exit code and says all of these words.
+    fn ends(&self, code: i32, flags: &[&str], words: &[&str]) -> String {
+        ended(&self.run(flags), code, words)
+    }
+
     fn records(&self) -> Vec<Value> {
         records(&fs::read(self.path("out.jsonl")).unwrap())
+    }
+
+    /// The record of the line with this `custom_id`.
+    fn record(&self, custom_id: &str) -> Value {
+        let record = self.records().into_iter().find(|record| record["custom_id"] == custom_id);
+        record.unwrap_or_else(|| panic!("no {custom_id}"))
+    }
+
+    /// The body of its answer.
+    fn body(&self, custom_id: &str) -> Value {
+        let record = self.record(custom_id);
+        assert_eq!(record["response"]["status_code"], 200, "{record}");
+        record["response"]["body"].clone()
+    }
+
+    /// The first choice of its answer.
+    fn choice(&self, custom_id: &str) -> Value {
+        self.body(custom_id)["choices"][0].clone()
     }
 }
 
@@ -70,6 +98,14 @@ fn records(bytes: &[u8]) -> Vec<Value> {
 fn stderr(output: &Output) -> String {
     let text = String::from_utf8(output.stderr.clone()).unwrap();
     assert!(!text.contains("panicked"), "{text}");
+    text
+}
+
+/// stderr of a run that ended with this exit code and has said all of these words.
+fn ended(output: &Output, code: i32, words: &[&str]) -> String {
+    let text = stderr(output);
+    assert_eq!(output.status.code(), Some(code), "{text}");
+    words.iter().for_each(|word| assert!(text.contains(word), "expected {word:?} in {text}"));
     text
 }
 
@@ -104,11 +140,9 @@ fn records_have_the_format_of_run_batch() {
         ),
     ]);
     let output = folder.run(&["--stats", "--any-model"]);
-    assert!(output.status.success(), "{}", stderr(&output));
     assert!(output.stdout.is_empty());
-    assert!(stderr(&output).contains("2 requests") && stderr(&output).contains("steps of"));
-    let records = folder.records();
-    let [a, b] = ["a", "b"].map(|id| records.iter().find(|record| record["custom_id"] == id).unwrap());
+    ended(&output, 0, &["2 requests", "steps of"]);
+    let [a, b] = ["a", "b"].map(|id| folder.record(id));
     let keys: Vec<&String> = a.as_object().unwrap().keys().collect();
     assert_eq!(keys, ["id", "custom_id", "response", "error"]);
     assert_eq!((&a["response"]["status_code"], &a["error"]), (&json!(200), &Value::Null));
@@ -168,9 +202,7 @@ fn bad_lines_are_answered_once_and_the_run_goes_on() {
     ];
     let bytes: Vec<u8> = lines.iter().flat_map(|(line, ..)| [&line[..], b"\n"].concat()).collect();
     fs::write(folder.path("in.jsonl"), &bytes).unwrap();
-    let output = folder.run(&[]);
-    assert!(output.status.success(), "{}", stderr(&output));
-    assert!(stderr(&output).contains("14 requests") && stderr(&output).contains("12 with errors"));
+    folder.ends(0, &[], &["14 requests", "12 with errors"]);
     let records = folder.records();
     for (number, (_, status, word)) in (1..).zip(&lines) {
         let ids = [format!("line-{number}"), format!("request-{number}")];
@@ -181,11 +213,11 @@ fn bad_lines_are_answered_once_and_the_run_goes_on() {
         assert!(message.contains(word), "line {number}: {message}");
     }
     assert_eq!(records.len(), lines.len());
-    assert!(folder.run(&[]).status.success());
+    folder.succeeds(&[]);
     assert_eq!(folder.records().len(), lines.len(), "a rerun repeats no error record");
     // The next run answers a line that was added to the input.
     fs::write(folder.path("in.jsonl"), [&bytes[..], good("new").as_bytes()].concat()).unwrap();
-    assert!(folder.run(&[]).status.success());
+    folder.succeeds(&[]);
     assert_eq!(folder.records().last().unwrap()["custom_id"], "new");
     assert_eq!(folder.records().len(), lines.len() + 1);
 }
@@ -196,15 +228,14 @@ fn another_model_is_an_error_of_its_request() {
     let folder = Folder::new(&[ask("right", "embedded"), ask("wrong", "gpt-4")]);
     let text = fs::read(folder.path("in.jsonl")).unwrap();
     fs::write(folder.path("in.jsonl"), [b"\xEF\xBB\xBF", &text[..]].concat()).unwrap();
-    assert!(folder.run(&[]).status.success());
-    let records = folder.records();
-    let [right, wrong] = ["right", "wrong"].map(|id| records.iter().find(|r| r["custom_id"] == id).unwrap());
-    assert_eq!(right["response"]["status_code"], 200, "a byte-order mark does no harm: {right}");
-    let error = &wrong["error"]["error"];
+    folder.succeeds(&[]);
+    // A byte-order mark does no harm.
+    folder.body("right");
+    let error = &folder.record("wrong")["error"]["error"];
     assert_eq!((&error["code"], &error["type"]), (&json!(404), &json!("NotFoundError")));
     let message = error["message"].as_str().unwrap();
     assert!(message.contains("`gpt-4`") && message.contains("`embedded`"), "{message}");
-    assert!(folder.run(&["--retry-errors", "--any-model", "--fail-on-error"]).status.success());
+    folder.succeeds(&["--retry-errors", "--any-model", "--fail-on-error"]);
 }
 
 #[test]
@@ -218,21 +249,22 @@ fn results_do_not_depend_on_order_or_limits() {
         })
         .collect();
     let one = Folder::new(&lines);
-    assert!(one.run(&[]).status.success());
+    one.succeeds(&[]);
     lines.reverse();
     let other = Folder::new(&lines);
-    assert!(
-        other
-            .run(&["--max-num-seqs", "3", "--max-num-batched-tokens", "2", "--enable-prefix-caching=false"])
-            .status
-            .success()
-    );
+    other.succeeds(&[
+        "--max-num-seqs",
+        "3",
+        "--max-num-batched-tokens",
+        "2",
+        "--enable-prefix-caching=false",
+    ]);
     assert_eq!(by_name(&one.records()), by_name(&other.records()));
     let texts: std::collections::BTreeSet<String> =
         one.records().iter().map(|r| r["response"]["body"]["choices"][0]["text"].to_string()).collect();
     assert!(texts.len() > 6, "each custom_id has a seed of its own: {texts:?}");
     let reseeded = Folder::new(&lines);
-    assert!(reseeded.run(&["--seed", "9"]).status.success());
+    reseeded.succeeds(&["--seed", "9"]);
     assert_ne!(by_name(&one.records()), by_name(&reseeded.records()));
 }
 
@@ -245,16 +277,12 @@ fn the_body_wins_over_flags_and_flags_over_the_checkpoint() {
             json!({"prompt": "To be", "max_tokens": 4, "ignore_eos": false, "temperature": 1}),
         ),
     ]);
-    assert!(folder.run(&["--max-new-tokens", "7", "--ignore-eos", "--temperature", "0"]).status.success());
-    let tokens = |folder: &Folder, id: &str| {
-        let records = folder.records();
-        let record = records.iter().find(|record| record["custom_id"] == id).unwrap().clone();
-        record["response"]["body"]["usage"]["completion_tokens"].clone()
-    };
+    folder.succeeds(&["--max-new-tokens", "7", "--ignore-eos", "--temperature", "0"]);
+    let tokens = |folder: &Folder, id: &str| folder.body(id)["usage"]["completion_tokens"].clone();
     assert_eq!(tokens(&folder, "flags"), 7);
     assert_eq!(tokens(&folder, "body"), 4);
     let plain = Folder::new(&[completion("plain", json!({"prompt": "To be", "ignore_eos": true}))]);
-    assert!(plain.run(&[]).status.success());
+    plain.succeeds(&[]);
     assert_eq!(tokens(&plain, "plain"), 16, "vLLM's default");
 }
 
@@ -293,9 +321,7 @@ fn stdin_and_stdout_work() {
 fn wrong_calls_are_usage_errors() {
     let folder = Folder::new(&[completion("a", json!({"prompt": "x"}))]);
     let fails = |input: &str, output: &str, word: &str| {
-        let result = folder.command(input, output).output().unwrap();
-        assert_eq!(result.status.code(), Some(2), "{}", stderr(&result));
-        assert!(stderr(&result).contains(word), "{}", stderr(&result));
+        ended(&folder.command(input, output).output().unwrap(), 2, &[word]);
     };
     fails("in.jsonl", "in.jsonl", "is the input");
     fails("missing.jsonl", "out.jsonl", "missing.jsonl");
@@ -318,12 +344,9 @@ fn chat_is_answered_with_the_checkpoints_template() {
     let rendered = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n";
     let body = json!({"prompt": rendered, "max_tokens": 4, "ignore_eos": true, "add_special_tokens": false});
     let folder = Folder::new(&[line, completion("p", body)]);
-    let output = folder.run(&["--model", model.to_str().unwrap()]);
-    assert!(output.status.success(), "{}", stderr(&output));
-    let records = folder.records();
-    let find = |id: &str| &records.iter().find(|r| r["custom_id"] == id).unwrap()["response"]["body"];
-    let chat = find("c");
-    let plain = find("p");
+    folder.succeeds(&["--model", model.to_str().unwrap()]);
+    let chat = folder.body("c");
+    let plain = folder.body("p");
     assert_eq!(chat["object"], "chat.completion", "{chat}");
     assert_eq!(
         chat["choices"][0]["message"],

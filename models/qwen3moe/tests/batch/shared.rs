@@ -5,13 +5,12 @@ use std::fs;
 
 use serde_json::{Value, json};
 
-use super::{Folder, by_name, completion, essence, stderr};
+use super::{Folder, by_name, completion, essence};
 
 /// The lines of metrics that a run with these flags has written, which has to succeed.
 fn metrics(folder: &Folder, flags: &[&str]) -> Vec<Value> {
     let _ = fs::remove_file(folder.path("metrics.jsonl"));
-    let output = folder.run(&[&["--metrics", "metrics.jsonl"], flags].concat());
-    assert!(output.status.success(), "{}", stderr(&output));
+    folder.succeeds(&[&["--metrics", "metrics.jsonl"], flags].concat());
     let text = fs::read_to_string(folder.path("metrics.jsonl")).unwrap();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
@@ -73,11 +72,9 @@ fn equal_requests_are_answered_by_one() {
     assert!(new <= 5.0 * 6.0, "five of nine lines are computed: {last}");
     let cost = last["cost"].as_f64().unwrap();
     assert!((cost - 2.0 * new).abs() < 0.1, "{cost}");
-    let records = folder.records();
-    let find = |name: &str| records.iter().find(|record| record["custom_id"] == name).unwrap();
     for name in ["greedy", "seeded"] {
-        let [first, second] = [0, 2].map(|i| find(&format!("{name}{i}")));
-        assert_eq!(essence(first), essence(second));
+        let [first, second] = [0, 2].map(|i| folder.record(&format!("{name}{i}")));
+        assert_eq!(essence(&first), essence(&second));
         for field in ["id", "custom_id"] {
             assert_ne!(first[field], second[field]);
         }
@@ -85,24 +82,19 @@ fn equal_requests_are_answered_by_one() {
         assert_eq!(second["response"]["body"]["id"], format!("cmpl-{id}"));
         assert!(second["response"]["request_id"].as_str().unwrap().starts_with(&format!("batch-{id}-")));
     }
-    assert_ne!(essence(find("random0")), essence(find("random1")), "each has a seed of its own");
+    assert_ne!(folder.choice("random0"), folder.choice("random1"), "each has a seed of its own");
 
     // A rerun takes the answers from the output.
     lines.push(completion("greedy9", greedy));
     lines.insert(0, completion("seeded9", seeded));
     folder.write(&lines);
-    let output = folder.run(&["--price-output", "5"]);
-    let said = stderr(&output);
-    assert!(
-        output.status.success() && said.contains("2 requests, ") && said.contains("9 done before"),
-        "{said}"
-    );
+    let said = folder.ends(0, &["--price-output", "5"], &["2 requests, ", "9 done before"]);
     let all: BTreeMap<String, Value> = by_name(&folder.records());
     assert_eq!((&all["greedy9"], &all["seeded9"]), (&all["greedy0"], &all["seeded0"]));
     assert_eq!(all.len(), 11);
     assert!(said.contains("1 answered as equal ones"), "the line before its answer is computed: {said}");
     assert!(said.contains(", cost 0.0000"), "{said}");
-    assert!(folder.run(&[]).status.success());
+    folder.succeeds(&[]);
     assert_eq!(folder.records().len(), 11);
 }
 
@@ -112,11 +104,8 @@ fn a_file_of_metrics_is_checked_first() {
     for (file, word) in
         [("in.jsonl", "it is the input"), ("out.jsonl", "it is the output"), (".", "cannot open")]
     {
-        let output = folder.run(&["--metrics", file]);
-        assert_eq!(output.status.code(), Some(2));
-        assert!(stderr(&output).contains(word), "{}", stderr(&output));
+        folder.ends(2, &["--metrics", file], &[word]);
     }
-    let output = folder.run(&["--price-input", "-1"]);
-    assert!(stderr(&output).contains("at least 0"), "{}", stderr(&output));
+    folder.ends(2, &["--price-input", "-1"], &["at least 0"]);
     assert_eq!(folder.records().len(), 0);
 }

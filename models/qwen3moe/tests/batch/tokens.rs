@@ -4,26 +4,23 @@ use std::fs;
 
 use serde_json::{Value, json};
 
-use super::{Folder, completion, fixture, stderr};
+use super::{Folder, completion, fixture};
 
-fn choice<'a>(records: &'a [Value], custom_id: &str) -> &'a Value {
-    let record = records.iter().find(|record| record["custom_id"] == custom_id).unwrap();
-    assert_eq!(record["response"]["status_code"], 200, "{record}");
-    &record["response"]["body"]["choices"][0]
+/// A body with further fields.
+fn with(mut body: Value, more: Value) -> Value {
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body
 }
 
 /// Words of the bundled model: words that are one token only after a space, words of several tokens, and words that
 /// arise from parts.
 #[test]
 fn no_answer_holds_its_bad_word() {
-    let body = |more: Value| {
-        let mut body = json!({"prompt": "ROMEO:\n", "max_tokens": 48, "temperature": 0, "ignore_eos": true});
-        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        body
-    };
-    let plain = Folder::new(&[completion("plain", body(json!({})))]);
-    assert!(plain.run(&[]).status.success());
-    let text = choice(&plain.records(), "plain")["text"].as_str().unwrap().to_string();
+    let plain = json!({"prompt": "ROMEO:\n", "max_tokens": 48, "temperature": 0, "ignore_eos": true});
+    let body = |more: Value| with(plain.clone(), more);
+    let plain = Folder::new(&[completion("plain", plain.clone())]);
+    plain.succeeds(&[]);
+    let text = plain.choice("plain")["text"].as_str().unwrap().to_string();
     // Each word of the answer, and every three consecutive letters in it.
     let letters: Vec<char> = text.chars().collect();
     let parts = letters.windows(3).map(|part| part.iter().collect::<String>());
@@ -36,13 +33,13 @@ fn no_answer_holds_its_bad_word() {
         words.iter().map(|word| completion(word, body(json!({"bad_words": [word]})))).collect();
     lines.push(completion("all", body(json!({"bad_words": words, "temperature": 1, "n": 2}))));
     let folder = Folder::new(&lines);
-    let output = folder.run(&[]);
-    assert!(output.status.success(), "{}", stderr(&output));
-    let records = folder.records();
+    folder.succeeds(&[]);
+    let all = folder.choice("all");
     for word in &words {
-        let text = choice(&records, word)["text"].as_str().unwrap();
-        assert!(!text.contains(word.trim()), "{word:?} in {text:?}");
-        assert!(!choice(&records, "all")["text"].as_str().unwrap().contains(word.trim()), "{word:?}");
+        for choice in [&folder.choice(word), &all] {
+            let text = choice["text"].as_str().unwrap();
+            assert!(!text.contains(word.trim()), "{word:?} in {text:?}");
+        }
     }
 }
 
@@ -54,14 +51,13 @@ fn parts_of_characters_have_bytes_and_names_of_their_own() {
     let chat = json!({"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": chat});
     let body = json!({"prompt": "hello", "max_tokens": 20, "logprobs": 2, "guided_choice": choices});
     let folder = Folder::new(&[chat, completion("text", body)]);
-    let output = folder.run(&["--model", fixture("text").to_str().unwrap()]);
-    assert!(output.status.success(), "{}", stderr(&output));
-    let records = folder.records();
-    let content = choice(&records, "chat")["logprobs"]["content"].as_array().unwrap();
+    folder.succeeds(&["--model", fixture("text").to_str().unwrap()]);
+    let chat = folder.choice("chat");
+    let content = chat["logprobs"]["content"].as_array().unwrap();
     let bytes = content.iter().flat_map(|token| token["bytes"].as_array().unwrap());
     let bytes: Vec<u8> = bytes.map(|byte| byte.as_u64().unwrap() as u8).collect();
     assert_eq!(String::from_utf8(bytes).unwrap(), "ab\u{1F600}\u{6F22}");
-    let logprobs = &choice(&records, "text")["logprobs"];
+    let logprobs = &folder.choice("text")["logprobs"];
     let list = |name: &str| logprobs[name].as_array().unwrap();
     assert_eq!(list("tokens").len(), 9, "each byte is a token");
     for ((name, own), top) in list("tokens").iter().zip(list("token_logprobs")).zip(list("top_logprobs")) {
@@ -75,9 +71,7 @@ fn parts_of_characters_have_bytes_and_names_of_their_own() {
 #[test]
 fn a_prompt_may_fill_the_context_if_it_is_only_scored() {
     let score = |len: usize, more: Value| {
-        let mut body = json!({"prompt": vec![1; len], "max_tokens": 0, "echo": true, "logprobs": 1});
-        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        body
+        with(json!({"prompt": vec![1; len], "max_tokens": 0, "echo": true, "logprobs": 1}), more)
     };
     let folder = Folder::new(&[
         completion("511", score(511, json!({}))),
@@ -86,18 +80,16 @@ fn a_prompt_may_fill_the_context_if_it_is_only_scored() {
         completion("513", score(513, json!({}))),
         completion("echo", json!({"prompt": [1, 2], "max_tokens": 0, "echo": true})),
     ]);
-    let output = folder.run(&["--model", fixture("text").to_str().unwrap()]);
-    assert!(output.status.success(), "{}", stderr(&output));
-    let records = folder.records();
-    for (name, len) in [("511", 511), ("512", 512), ("1", 1)] {
-        let logprobs = choice(&records, name)["logprobs"]["token_logprobs"].as_array().unwrap();
+    folder.succeeds(&["--model", fixture("text").to_str().unwrap()]);
+    let scored = [("1", 1), ("511", 511), ("512", 512)].map(|(name, len)| {
+        let logprobs = folder.choice(name)["logprobs"]["token_logprobs"].as_array().unwrap().clone();
         assert_eq!(logprobs.len(), len);
         assert!(logprobs[0].is_null() && logprobs[1..].iter().all(Value::is_number));
-    }
-    let [short, long] = ["511", "512"].map(|name| &choice(&records, name)["logprobs"]["token_logprobs"]);
-    assert_eq!(short.as_array().unwrap()[..], long.as_array().unwrap()[..511]);
-    assert!(choice(&records, "echo")["logprobs"].is_null());
-    let too_long = records.iter().find(|record| record["custom_id"] == "513").unwrap();
+        logprobs
+    });
+    assert_eq!(scored[1], scored[2][..511]);
+    assert!(folder.choice("echo")["logprobs"].is_null());
+    let too_long = folder.record("513");
     assert_eq!(too_long["error"]["error"]["param"], "prompt", "{too_long}");
 }
 
@@ -111,22 +103,13 @@ fn texts_end_at_the_end_token_of_the_tokenizer_too() {
     }
     fs::write(dir.path().join("generation_config.json"), r#"{"eos_token_id": 5, "top_k": -1}"#).unwrap();
     // 299 is the tokenizer's <|im_end|>.
-    let body = |more: Value| {
-        let mut body = json!({"prompt": "x", "max_tokens": 6, "temperature": 0, "logit_bias": {"299": 100}});
-        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        body
-    };
+    let body = json!({"prompt": "x", "max_tokens": 6, "temperature": 0, "logit_bias": {"299": 100}});
     let folder = Folder::new(&[
-        completion("ends", body(json!({}))),
-        completion("goes on", body(json!({"ignore_eos": true}))),
+        completion("ends", body.clone()),
+        completion("goes on", with(body, json!({"ignore_eos": true}))),
     ]);
-    let output = folder.run(&["--model", dir.path().to_str().unwrap()]);
-    assert!(
-        stderr(&output).contains("its tokenizer with 299: texts end at each of them"),
-        "{}",
-        stderr(&output)
-    );
-    let records = folder.records();
-    assert_eq!(choice(&records, "ends")["finish_reason"], "stop");
-    assert_eq!(choice(&records, "goes on")["finish_reason"], "length");
+    let model = dir.path().to_str().unwrap();
+    folder.ends(0, &["--model", model], &["its tokenizer with 299: texts end at each of them"]);
+    assert_eq!(folder.choice("ends")["finish_reason"], "stop");
+    assert_eq!(folder.choice("goes on")["finish_reason"], "length");
 }
