@@ -294,7 +294,7 @@ fn attention_agrees_where_prompts_run_beside_many_decoding_rows() {
                 padding,
             };
             assert_eq!(
-                case.form(&machine) == Some(MixedForm::Beside),
+                case.form(&machine) == Some(MixedForm::Overlapped),
                 beside,
                 "{:?} {heads:?}",
                 case.step_rows()

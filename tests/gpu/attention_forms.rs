@@ -248,7 +248,7 @@ fn decoding_rows_beside_prompts_are_those_of_one_after_the_other() {
             sequences.push((rng.below(300), 2 + rng.below(100)));
         }
         let case = Case { padding: 3, ..case(heads, head_dim, 16, &sequences) };
-        let is_beside = case.form(&machine) == Some(MixedForm::Beside);
+        let is_beside = case.form(&machine) == Some(MixedForm::Overlapped);
         assert!(is_beside || tiny(), "{:?}", case.step_rows());
         let data = case.data(&mut rng, DType::BF16, DType::F32);
         let mut p = Place::new(cuda());

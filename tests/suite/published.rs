@@ -78,13 +78,13 @@ fn configs() -> Vec<(String, Config)> {
 }
 
 /// A model on a machine, and the kernels that it was found to take.
-struct Asked<'a> {
+struct Requested<'a> {
     spec: &'a dyn ModelSpec,
     machine: Machine,
     kernels: BTreeSet<String>,
 }
 
-impl Asked<'_> {
+impl Requested<'_> {
     fn choose<F: Form>(&mut self, call: &F::Call) -> Option<F> {
         let form = F::choose(call, &self.machine);
         self.kernels.insert(form.map_or("none".to_string(), |form| form.kernel(call)));
@@ -260,7 +260,7 @@ impl Asked<'_> {
 /// The kernels of the tier "any" in decode steps and prompts of a model.
 fn any_kernels(config: &Config, machine: Machine) -> BTreeSet<String> {
     let spec = ALL.parse(config).unwrap();
-    let mut asked = Asked { spec: spec.as_ref(), machine, kernels: BTreeSet::new() };
+    let mut asked = Requested { spec: spec.as_ref(), machine, kernels: BTreeSet::new() };
     for rows in ROWS {
         asked.step(rows, true);
         asked.step(rows, false);

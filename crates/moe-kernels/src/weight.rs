@@ -41,10 +41,10 @@ pub use view::{PanelsView, WeightView};
 
 /// The weight of a product: a matrix [N, K], or a pack of them [E, N, K]. Cloning shares the data.
 #[derive(Clone, Debug)]
-pub struct Weight(Held);
+pub struct Weight(WeightData);
 
 #[derive(Clone, Debug)]
-enum Held {
+enum WeightData {
     /// Floats in this order. The tensor's rows are the rows of the matrix only if the order is `Rows`.
     Values(Tensor, WeightOrder),
     Quantised(Quantised),
@@ -59,7 +59,7 @@ impl Weight {
         if !matches!(rows.rank(), 2 | 3) {
             bail!("a weight: expected a matrix [N, K] or a pack [E, N, K], got dims {:?}", rows.dims())
         }
-        Ok(Self(Held::Values(rows.contiguous()?, WeightOrder::Rows)))
+        Ok(Self(WeightData::Values(rows.contiguous()?, WeightOrder::Rows)))
     }
 
     /// A quantised weight for activations of `dtype` (f32, bf16 or f16). If it is packed for gate and up, its dims are
@@ -85,7 +85,7 @@ impl Weight {
         let [experts, n, k] = pack.dims();
         let is_pack = experts != 1 || pack.usage() == QuantUse::GateUp;
         let dims = if is_pack { vec![experts, n, k] } else { vec![n, k] };
-        Ok(Self(Held::Quantised(Quantised { pack, dims, dtype })))
+        Ok(Self(WeightData::Quantised(Quantised { pack, dims, dtype })))
     }
 
     /// A matrix [N, K] as a pack of one expert, [1, N, K]. A pack stays unchanged.
@@ -94,10 +94,12 @@ impl Weight {
     /// None for a weight of this type; the errors of reshaping.
     pub fn with_experts(self) -> Result<Self> {
         Ok(Self(match self.0 {
-            Held::Values(values, order) if values.rank() == 2 => Held::Values(values.unsqueeze(0)?, order),
-            Held::Quantised(mut q) if q.dims.len() == 2 => {
+            WeightData::Values(values, order) if values.rank() == 2 => {
+                WeightData::Values(values.unsqueeze(0)?, order)
+            }
+            WeightData::Quantised(mut q) if q.dims.len() == 2 => {
                 q.dims.insert(0, 1);
-                Held::Quantised(q)
+                WeightData::Quantised(q)
             }
             held => held,
         }))
@@ -111,7 +113,9 @@ impl Weight {
     /// # Errors
     /// No memory left.
     pub fn packed(self, isa: Option<CpuIsa>, run: usize) -> Result<Self> {
-        let (Some(isa), Held::Values(values, WeightOrder::Rows)) = (isa, &self.0) else { return Ok(self) };
+        let (Some(isa), WeightData::Values(values, WeightOrder::Rows)) = (isa, &self.0) else {
+            return Ok(self);
+        };
         let k = self.k();
         let dtype = self.dtype();
         let is_best = WeightOrder::best(isa, dtype, run, k) == WeightOrder::Rows;
@@ -130,70 +134,70 @@ impl Weight {
             Ok(())
         })?;
         let panels = gradient::copy_of(gradient::has_variable(values), panels.into_tensor()?)?;
-        Ok(Self(Held::Values(panels, WeightOrder::Panels)))
+        Ok(Self(WeightData::Values(panels, WeightOrder::Panels)))
     }
 
     /// [N, K] or [E, N, K].
     pub fn dims(&self) -> &[usize] {
         match &self.0 {
-            Held::Values(values, _) => values.dims(),
-            Held::Quantised(q) => &q.dims,
+            WeightData::Values(values, _) => values.dims(),
+            WeightData::Quantised(q) => &q.dims,
         }
     }
 
     /// The dtype; for a quantised weight, the dtype of the activations that it is multiplied with.
     pub fn dtype(&self) -> DType {
         match &self.0 {
-            Held::Values(values, _) => values.dtype(),
-            Held::Quantised(q) => q.dtype,
+            WeightData::Values(values, _) => values.dtype(),
+            WeightData::Quantised(q) => q.dtype,
         }
     }
 
     /// The device of its memory.
     pub fn device(&self) -> &Device {
         match &self.0 {
-            Held::Values(values, _) => values.device(),
-            Held::Quantised(q) => q.pack.device(),
+            WeightData::Values(values, _) => values.device(),
+            WeightData::Quantised(q) => q.pack.device(),
         }
     }
 
     /// The order of its values in memory. A quantised weight has its own order.
     pub fn order(&self) -> WeightOrder {
         match &self.0 {
-            Held::Values(_, order) => *order,
-            Held::Quantised(_) => WeightOrder::Panels,
+            WeightData::Values(_, order) => *order,
+            WeightData::Quantised(_) => WeightOrder::Panels,
         }
     }
 
     /// Its quantisation.
     pub fn scheme(&self) -> QuantScheme {
         match &self.0 {
-            Held::Values(..) => QuantScheme::NONE,
-            Held::Quantised(q) => q.pack.scheme(),
+            WeightData::Values(..) => QuantScheme::NONE,
+            WeightData::Quantised(q) => q.pack.scheme(),
         }
     }
 
     /// Its quantisation in the form that the choice of kernels uses; `None` for floats.
     pub fn quantisation(&self) -> Option<QuantWeights> {
         match &self.0 {
-            Held::Values(..) => None,
-            Held::Quantised(q) => Some(q.pack.weights()),
+            WeightData::Values(..) => None,
+            WeightData::Quantised(q) => Some(q.pack.weights()),
         }
     }
 
     /// Whether host or device packed a quantised weight; `None` for floats.
     pub fn packing(&self) -> Option<QuantPacking> {
         match &self.0 {
-            Held::Values(..) => None,
-            Held::Quantised(q) => Some(q.pack.packing()),
+            WeightData::Values(..) => None,
+            WeightData::Quantised(q) => Some(q.pack.packing()),
         }
     }
 
     /// Size in bytes.
     pub fn bytes(&self) -> usize {
         match &self.0 {
-            Held::Values(values, _) => values.elem_count() * values.dtype().size_in_bytes(),
-            Held::Quantised(q) => q.pack.bytes(),
+            WeightData::Values(values, _) => values.elem_count() * values.dtype().size_in_bytes(),
+            WeightData::Quantised(q) => q.pack.bytes(),
         }
     }
 
@@ -208,9 +212,9 @@ impl Weight {
     /// No memory left.
     pub fn to_tensor(&self) -> Result<Tensor> {
         let (mut rows, k) = match &self.0 {
-            Held::Values(values, WeightOrder::Rows) => return Ok(values.clone()),
+            WeightData::Values(values, WeightOrder::Rows) => return Ok(values.clone()),
             #[cfg(feature = "cuda")]
-            Held::Quantised(Quantised { pack: Pack::Cuda(pack), dims, dtype }) => {
+            WeightData::Quantised(Quantised { pack: Pack::Cuda(pack), dims, dtype }) => {
                 return pack.to_tensor(*dtype)?.reshape(dims.as_slice());
             }
             _ => (Buffer::zeros(self.dtype(), self.dims())?, self.k()),
@@ -219,12 +223,12 @@ impl Weight {
             let mut rows = rows.view_mut();
             let rows = rows.cpu_mut::<T>()?.chunks_exact_mut(k.max(1)).enumerate();
             match &self.0 {
-                Held::Values(values, _) => {
+                WeightData::Values(values, _) => {
                     let guard = TensorView::new(values)?;
                     let panels = guard.view()?.cpu::<T>()?;
                     rows.for_each(|(row, out)| panel_row(panels, k, row, out));
                 }
-                Held::Quantised(q) => {
+                WeightData::Quantised(q) => {
                     let guard = QuantGuard::new(q);
                     let matrix = guard.view().matrix("unpacking a weight")?;
                     let n = matrix.dims()[1].max(1);
@@ -237,7 +241,7 @@ impl Weight {
             }
             Ok(())
         })?;
-        let has_variable = matches!(&self.0, Held::Values(values, _) if gradient::has_variable(values));
+        let has_variable = matches!(&self.0, WeightData::Values(values, _) if gradient::has_variable(values));
         gradient::copy_of(has_variable, rows.into_tensor()?)
     }
 
@@ -247,8 +251,8 @@ impl Weight {
     /// None for a weight of this type; the errors of [`TensorView::new`].
     pub fn read(&self) -> Result<WeightGuard<'_>> {
         Ok(WeightGuard(match &self.0 {
-            Held::Values(values, order) => Guarded::Values(TensorView::new(values)?, *order),
-            Held::Quantised(q) => Guarded::Quantised(QuantGuard::new(q)),
+            WeightData::Values(values, order) => Guarded::Values(TensorView::new(values)?, *order),
+            WeightData::Quantised(q) => Guarded::Quantised(QuantGuard::new(q)),
         }))
     }
 }

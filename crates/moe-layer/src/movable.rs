@@ -34,13 +34,13 @@ impl Movable {
         ep: &dyn Communicator,
     ) -> Result<Self> {
         let failed = |e: Error| e.context(format!("layer {layer}: its experts cannot move"));
-        let own = Held {
+        let own = LocalExperts {
             slot_len: weights.slot_len().map_err(failed)?,
             form: weights.slot_form()?,
             checksums: weights.checksums()?,
         };
         let all = all_gather_bytes(ep, &own.to_bytes(), &mut Exec::on(weights.device())?)?;
-        let all: Vec<Held> = all.iter().map(|bytes| Held::of_bytes(bytes)).collect();
+        let all: Vec<LocalExperts> = all.iter().map(|bytes| LocalExperts::of_bytes(bytes)).collect();
         let (slot_len, checksums) = agree(map, &all).map_err(failed)?;
         Ok(Self { checksums, slot_len: slot_len.unwrap_or(own.slot_len), current: Mutex::new(None) })
     }
@@ -48,14 +48,14 @@ impl Movable {
 
 /// The properties of the experts on a rank.
 #[derive(Clone, Debug, PartialEq)]
-struct Held {
+struct LocalExperts {
     slot_len: usize,
     form: String,
     /// The checksum of each slot.
     checksums: Vec<u64>,
 }
 
-impl Held {
+impl LocalExperts {
     /// Writes the length, the number of checksums, the checksums, and then the form.
     fn to_bytes(&self) -> Vec<u8> {
         let words = [self.slot_len as u64, self.checksums.len() as u64];
@@ -77,8 +77,8 @@ impl Held {
 
 /// Returns the length of a slot, if any rank has slots, and the checksum of each expert, from the properties of all
 /// ranks.
-fn agree(map: &ExpertMap, ranks: &[Held]) -> Result<(Option<usize>, Vec<u64>)> {
-    let mut first: Option<(usize, &Held)> = None;
+fn agree(map: &ExpertMap, ranks: &[LocalExperts]) -> Result<(Option<usize>, Vec<u64>)> {
+    let mut first: Option<(usize, &LocalExperts)> = None;
     let mut checksums = vec![None; map.num_experts()];
     // The length of a rank without slots is not compared.
     for (rank, held) in ranks.iter().enumerate().filter(|(rank, _)| !map.experts(*rank).is_empty()) {
@@ -119,8 +119,8 @@ fn agree(map: &ExpertMap, ranks: &[Held]) -> Result<(Option<usize>, Vec<u64>)> {
 mod tests {
     use super::*;
 
-    fn held(checksums: &[u64]) -> Held {
-        Held {
+    fn held(checksums: &[u64]) -> LocalExperts {
+        LocalExperts {
             slot_len: 40,
             form: "scales of f16 for 16 of 16 rows".to_string(),
             checksums: checksums.to_vec(),
@@ -131,10 +131,10 @@ mod tests {
     fn ranks_that_hold_the_same_agree() {
         // Expert 1 has two copies, rank 1 has no slot.
         let map = ExpertMap::new(3, &[vec![0, 1], vec![], vec![1, 2]]).unwrap();
-        let nothing = Held { slot_len: 7, form: String::new(), checksums: Vec::new() };
+        let nothing = LocalExperts { slot_len: 7, form: String::new(), checksums: Vec::new() };
         let ranks = [held(&[5, 6]), nothing, held(&[6, u64::MAX])];
         for held in &ranks {
-            assert_eq!(Held::of_bytes(&held.to_bytes()), *held);
+            assert_eq!(LocalExperts::of_bytes(&held.to_bytes()), *held);
         }
         assert_eq!(agree(&map, &ranks).unwrap(), (Some(40), vec![5, 6, u64::MAX]));
     }
@@ -142,12 +142,12 @@ mod tests {
     #[test]
     fn ranks_that_differ_are_named() {
         let map = ExpertMap::new(2, &[vec![0, 1], vec![1]]).unwrap();
-        let refused = |other: Held| agree(&map, &[held(&[5, 6]), other]).unwrap_err().to_string();
+        let refused = |other: LocalExperts| agree(&map, &[held(&[5, 6]), other]).unwrap_err().to_string();
         let copies = refused(held(&[9]));
         assert!(copies.contains("ranks 0 and 1 hold different copies of expert 1"), "{copies}");
-        let longer = refused(Held { slot_len: 44, ..held(&[6]) });
+        let longer = refused(LocalExperts { slot_len: 44, ..held(&[6]) });
         assert!(longer.contains("40 bytes on rank 0, but 44 on rank 1"), "{longer}");
-        let wider = refused(Held { form: "scales of f32".to_string(), ..held(&[6]) });
+        let wider = refused(LocalExperts { form: "scales of f32".to_string(), ..held(&[6]) });
         assert!(
             wider.contains("rank 0 keeps scales of f16 for 16 of 16 rows, but rank 1 scales of f32"),
             "{wider}"

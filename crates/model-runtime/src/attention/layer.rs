@@ -12,7 +12,7 @@ use crate::projection::Projection;
 #[derive(Clone, Debug)]
 pub struct Attention {
     pub(super) config: AttentionConfig,
-    pub(super) weights: Held,
+    pub(super) weights: LayerWeights,
     pub(super) scale: f32,
     /// The ranks that cut the heads, if these are a part of them.
     pub(super) ranks: Option<HeadRanks>,
@@ -20,7 +20,7 @@ pub struct Attention {
 
 /// [`AttentionWeights`](super::AttentionWeights) in the form in which a layer holds them.
 #[derive(Clone, Debug)]
-pub(super) struct Held {
+pub(super) struct LayerWeights {
     pub qkv: Projection,
     /// The projection whose sigmoid scales the heads' outputs, [Hq * D, H].
     pub gate: Option<Projection>,

@@ -9,7 +9,7 @@ use moe_layer::{BlockContext, load_packed, load_weight};
 use tracing::warn;
 
 use super::config::{AttentionConfig, AttentionWeights};
-use super::layer::{Attention, Held};
+use super::layer::{Attention, LayerWeights};
 use crate::projection::Projection;
 
 impl Attention {
@@ -23,7 +23,7 @@ impl Attention {
         weights.check(&config)?;
         let AttentionWeights { qkv, qkv_bias, o, o_bias, qk_norm, sinks } = weights;
         let (qkv, gate) = config.projections(qkv, qkv_bias)?;
-        let weights = Held {
+        let weights = LayerWeights {
             qkv,
             gate,
             o: Projection { weight: Weight::new(o)?, bias: o_bias },
@@ -34,7 +34,7 @@ impl Attention {
     }
 
     /// A layer of weights that fit the config.
-    fn of(config: AttentionConfig, weights: Held) -> Self {
+    fn of(config: AttentionConfig, weights: LayerWeights) -> Self {
         let scale = config.softmax_scale.unwrap_or((config.head_dim as f64).powf(-0.5)) as f32;
         Self { config, weights, scale, ranks: None }
     }
@@ -79,7 +79,7 @@ impl Attention {
             }
         };
         let output = context.row_parallel_use(q);
-        let weights = Held {
+        let weights = LayerWeights {
             qkv: qkv.packed(context.cpu_isa)?,
             gate: gate.map(|gate| gate.packed(context.cpu_isa)).transpose()?,
             o: Projection::load([h, q], config.o_bias, vb.pp(names.o), output, context)?,

@@ -37,7 +37,7 @@ impl Configs {
     pub fn read(path: &Path) -> Result<Self, CheckpointError> {
         if let Some(file) = Gguf::find(path)? {
             let said = Gguf::open(&file)?.read()?;
-            let gguf::Said { config, generation, quantisation, .. } = said;
+            let gguf::GgufContents { config, generation, quantisation, .. } = said;
             return Ok(Self { config, generation, quantisation: Some(quantisation) });
         }
         let config = Self::model(path)?;

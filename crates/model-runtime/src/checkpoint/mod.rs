@@ -94,7 +94,8 @@ impl Checkpoint {
     }
 
     fn of_gguf(gguf: Gguf) -> Result<Self, CheckpointError> {
-        let gguf::Said { config, generation: generation_config, quantisation, tensors } = gguf.read()?;
+        let gguf::GgufContents { config, generation: generation_config, quantisation, tensors } =
+            gguf.read()?;
         let dir = Some(gguf.path().to_path_buf());
         let tensors = tensors.into_files(gguf)?;
         Ok(Self { tensors, config, generation_config, quantisation: Some(quantisation), dir, untied: false })

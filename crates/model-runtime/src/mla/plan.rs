@@ -101,7 +101,7 @@ impl MlaAttention {
         };
         let queries = product(&["queries to latents"], self.config.qk_nope_head_dim, before);
         let values = product(&["latents to values"], self.config.v_head_dim, behind);
-        let is_beside = |stage: &Stage| stage.kernel == PerHeadForm::Beside.name();
+        let is_beside = |stage: &Stage| stage.kernel == PerHeadForm::Overlapped.name();
         let mut stages = match is_beside(&queries) {
             true => vec![Stage::new(
                 &["latent norm", "rope", "kv write", "queries to latents"],

@@ -6,7 +6,7 @@ use serde_json::Value;
 use super::fields::{ApiError, Fields, short};
 
 /// The structured output that a body requests under one of the names.
-pub struct Asked {
+pub struct RequestedOutput {
     /// The name.
     pub field: &'static str,
     /// `None` if the text is free.
@@ -18,7 +18,7 @@ const FIELDS: [&str; 5] =
     ["guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"];
 
 /// The requested structured output; `None` if the body has none.
-pub fn asked(body: &Fields) -> Result<Option<Asked>, ApiError> {
+pub fn asked(body: &Fields) -> Result<Option<RequestedOutput>, ApiError> {
     let mut asked = response_format(body)?;
     for field in FIELDS {
         let Some(value) = body.value(field) else { continue };
@@ -26,18 +26,18 @@ pub fn asked(body: &Fields) -> Result<Option<Asked>, ApiError> {
             "structured_outputs" => structured_outputs(body)?,
             _ => one(field, field.trim_start_matches("guided_"), value)?,
         };
-        if let Some(Asked { field: other, output: Some(_) }) = asked {
+        if let Some(RequestedOutput { field: other, output: Some(_) }) = asked {
             return Err(ApiError::field(
                 field,
                 format!("{other} asks for something, too: leave one of them out"),
             ));
         }
-        asked = Some(Asked { field, output: Some(output) });
+        asked = Some(RequestedOutput { field, output: Some(output) });
     }
     Ok(asked)
 }
 
-fn response_format(body: &Fields) -> Result<Option<Asked>, ApiError> {
+fn response_format(body: &Fields) -> Result<Option<RequestedOutput>, ApiError> {
     const FIELD: &str = "response_format";
     const TYPES: &str = "expected the type \"text\", \"json_object\" or \"json_schema\"";
     let Some(format) = body.object(FIELD)? else { return Ok(None) };
@@ -54,7 +54,7 @@ fn response_format(body: &Fields) -> Result<Option<Asked>, ApiError> {
             return Err(ApiError::field(FIELD, format!("{TYPES}, got {got}")));
         }
     };
-    Ok(Some(Asked { field: FIELD, output }))
+    Ok(Some(RequestedOutput { field: FIELD, output }))
 }
 
 /// vLLM's object with all kinds, of which one is given. Clients send null or false for the others.

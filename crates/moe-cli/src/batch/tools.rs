@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::api::Api;
 use super::fields::{ApiError, Fields, short};
-use super::structured::Asked;
+use super::structured::RequestedOutput;
 
 /// The name of the field.
 const FIELD: &str = "tool_choice";
@@ -92,22 +92,22 @@ impl Tools {
     /// Both calls and another text are required.
     pub fn with_calls(
         &self,
-        asked: Option<Asked>,
+        asked: Option<RequestedOutput>,
         parser: &'static CallParser,
-    ) -> Result<Option<Asked>, ApiError> {
+    ) -> Result<Option<RequestedOutput>, ApiError> {
         let (functions, parallel) = match self.choice {
             Choice::None | Choice::Auto => return Ok(asked),
             Choice::Required => (self.functions.clone(), !self.single),
             Choice::Named(at) => (vec![self.functions[at].clone()], false),
         };
         match asked {
-            Some(Asked { field, output: Some(_) }) => Err(ApiError::field(
+            Some(RequestedOutput { field, output: Some(_) }) => Err(ApiError::field(
                 FIELD,
                 format!("it requires calls, and {field} asks for another text: leave one of them out"),
             )),
             _ => {
                 let output = Some(StructuredOutput::ToolCalls { parser, functions, parallel });
-                Ok(Some(Asked { field: FIELD, output }))
+                Ok(Some(RequestedOutput { field: FIELD, output }))
             }
         }
     }
@@ -201,7 +201,7 @@ mod tests {
         assert!(error(body(unknown.clone())).contains("there is no function \"h\" in tools, which has f, g"));
         assert!(error(json!({"tool_choice": unknown})).contains("which has no functions"));
         assert!(error(json!({"tool_choice": "required"})).contains("it needs tools"));
-        let asked = Asked { field: "guided_regex", output: Some(StructuredOutput::JsonObject) };
+        let asked = RequestedOutput { field: "guided_regex", output: Some(StructuredOutput::JsonObject) };
         let both = tools(body(json!("required"))).unwrap().with_calls(Some(asked), hermes()).err().unwrap();
         assert!(both.message.contains("guided_regex asks for another text"), "{}", both.message);
     }

@@ -84,18 +84,18 @@ pub fn files(what: &str, names: &Names, wanted: Option<&str>) -> Result<Vec<Stri
 
 /// The headers of a model whose weights are on the hub. They are in files of the full size with holes in place of the
 /// weights. The folder of these files is deleted when this value is dropped.
-pub struct Hollow {
+pub struct HeaderOnly {
     /// The folder.
     pub(super) dir: PathBuf,
 }
 
-impl Drop for Hollow {
+impl Drop for HeaderOnly {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.dir);
     }
 }
 
-impl Hollow {
+impl HeaderOnly {
     /// The path of the first part.
     pub fn first(&self, files: &[String]) -> PathBuf {
         self.dir.join(base(files.first().map_or("", String::as_str)))

@@ -98,9 +98,9 @@ impl Rest {
         let (header, size) = asked.map_err(|failure: Failure| failure.explain(name, Some(file), settings))?;
         let path = dir.join(file);
         let write = || {
-            let mut hollow = File::create_new(&path)?;
-            hollow.write_all(&header)?;
-            hollow.set_len(size)
+            let mut header_only = File::create_new(&path)?;
+            header_only.write_all(&header)?;
+            header_only.set_len(size)
         };
         write().with_context(|| format!("cannot write the header of {file} to {}", path.display()))
     }

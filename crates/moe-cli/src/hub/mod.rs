@@ -18,8 +18,8 @@ mod files;
 mod format;
 mod gguf;
 mod hash;
+mod header_only;
 mod headers;
-mod hollow;
 mod name;
 mod partial;
 mod progress;
@@ -60,7 +60,7 @@ pub struct Located {
     /// What remains to be downloaded; `None` if nothing does.
     rest: Option<Box<Rest>>,
     /// The headers of GGUF files that are not downloaded yet. `dir` then names these headers.
-    hollow: Option<gguf::Hollow>,
+    header_only: Option<gguf::HeaderOnly>,
 }
 
 /// The part of a commit that is not downloaded yet.
@@ -88,10 +88,10 @@ struct Rest {
 pub fn locate(model: &str) -> Result<Located> {
     let path = Path::new(model);
     if let Some(file) = Gguf::find(path).map_err(|e| usage(e.to_string()))? {
-        return Ok(Located { dir: file, rest: None, hollow: None });
+        return Ok(Located { dir: file, rest: None, header_only: None });
     }
     if path.is_dir() {
-        return Ok(Located { dir: path.to_path_buf(), rest: None, hollow: None });
+        return Ok(Located { dir: path.to_path_buf(), rest: None, header_only: None });
     }
     if path.is_file() {
         return Err(format::file_is_no_checkpoint(path));
@@ -158,7 +158,7 @@ fn named(model: &str, flag: &str) -> Result<ModelName> {
 impl Located {
     /// Whether this has only the header of a GGUF file whose weights are on the hub.
     pub fn is_header_alone(&self) -> bool {
-        self.hollow.is_some()
+        self.header_only.is_some()
     }
 
     /// The folder with the small files, or the GGUF file.
@@ -203,11 +203,11 @@ impl Rest {
         let is_here = self.trust == Trust::Present && self.gguf.iter().all(|file| here.join(file).exists());
         let first = self.gguf.first().map(|file| here.join(file));
         if let Some(first) = first.filter(|_| is_here) {
-            return Ok(Located { dir: first, rest: None, hollow: None });
+            return Ok(Located { dir: first, rest: None, header_only: None });
         }
-        let hollow = self.hollow(&self.gguf)?;
-        let dir = hollow.first(&self.gguf);
-        Ok(Located { dir, rest: Some(Box::new(self)), hollow: Some(hollow) })
+        let header_only = self.header_only(&self.gguf)?;
+        let dir = header_only.first(&self.gguf);
+        Ok(Located { dir, rest: Some(Box::new(self)), header_only: Some(header_only) })
     }
 
     fn download(&self) -> Result<()> {
@@ -237,7 +237,7 @@ fn locate_on_hub(name: ModelName, settings: Settings, trust: Trust) -> Result<Lo
         && copy.is_known_whole
         && trust == Trust::Present
     {
-        return Ok(Located { dir: copy.dir.clone(), rest: None, hollow: None });
+        return Ok(Located { dir: copy.dir.clone(), rest: None, header_only: None });
     }
     let client = Client::new(&settings);
     // If there is a copy in the cache, a long wait for the hub is not worthwhile.
@@ -270,7 +270,7 @@ fn locate_on_hub(name: ModelName, settings: Settings, trust: Trust) -> Result<Lo
     download.files(&small)?;
     let dir = repo.pointer_path(&commit);
     let rest = Rest { name, settings, commit, listed, trust, repo, folder, gguf: Vec::new() };
-    Ok(Located { dir, rest: Some(Box::new(rest)), hollow: None })
+    Ok(Located { dir, rest: Some(Box::new(rest)), header_only: None })
 }
 
 /// A snapshot in the cache. According to the names of its files, none is missing.
@@ -293,7 +293,7 @@ impl Cached {
         if !faults.is_empty() {
             bail!("the copy in the cache is not whole, and {why}:\n{}", faults.join("\n"));
         }
-        Ok(Located { dir: self.dir, rest: None, hollow: None })
+        Ok(Located { dir: self.dir, rest: None, header_only: None })
     }
 }
 

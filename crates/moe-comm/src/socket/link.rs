@@ -29,12 +29,12 @@ pub(super) struct Link {
     writing: Mutex<u64>,
     /// How often data has arrived from the other rank.
     heard: Arc<AtomicU64>,
-    asked: Mutex<Asked>,
+    asked: Mutex<SilentSince>,
 }
 
 /// The time since which nothing has arrived from a rank, as its waiting ranks see it.
 #[derive(Debug)]
-struct Asked {
+struct SilentSince {
     at: Instant,
     /// The value of [`Link::heard`] at that time.
     heard: u64,
@@ -83,7 +83,7 @@ impl Link {
         // This sets the same limit for sent data that is not acknowledged.
         #[cfg(target_os = "linux")]
         socket.set_tcp_user_timeout(Some(SILENCE + PROBE * 2))?;
-        let asked = Mutex::new(Asked { at: Instant::now(), heard: 0, in_vain: 0 });
+        let asked = Mutex::new(SilentSince { at: Instant::now(), heard: 0, in_vain: 0 });
         Ok(Self { stream, writing: Mutex::new(0), heard: Arc::default(), asked })
     }
 
@@ -128,7 +128,7 @@ impl Link {
         let mut asked = lock(&self.asked);
         let heard = self.heard.load(Ordering::Relaxed);
         if asked.heard != heard {
-            *asked = Asked { at: Instant::now(), heard, in_vain: 0 };
+            *asked = SilentSince { at: Instant::now(), heard, in_vain: 0 };
             return Silence::Short;
         }
         if asked.at.elapsed() < interval(limit) {

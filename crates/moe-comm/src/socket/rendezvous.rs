@@ -85,14 +85,14 @@ impl SocketComm {
 type Streams = Vec<Option<TcpStream>>;
 
 /// A rank that has connected to rank 0 and waits for the others.
-struct Seat {
+struct JoinedRank {
     stream: TcpStream,
     exchange: Exchange,
     /// The address where it listens.
     address: SocketAddr,
 }
 
-impl Seat {
+impl JoinedRank {
     /// Whether its process has ended since it connected.
     fn is_left(&self) -> bool {
         let left = self.stream.set_nonblocking(true).map(|()| match self.stream.peek(&mut [0]) {
@@ -107,7 +107,7 @@ impl Seat {
 /// Rank 0: admits all other ranks, then sends each the addresses of the others.
 fn host(join: Join, deadline: Instant) -> Result<Streams> {
     let world_size = join.launch.world_size;
-    let mut seats: Vec<Option<Seat>> = (0..world_size).map(|_| None).collect();
+    let mut seats: Vec<Option<JoinedRank>> = (0..world_size).map(|_| None).collect();
     let seated = seat_all(join, deadline, &mut seats);
     let guests = || seats.iter().flatten();
     if let Err(e) = seated {
@@ -117,13 +117,13 @@ fn host(join: Join, deadline: Instant) -> Result<Streams> {
     }
     let world = nonce()?;
     let addresses: Vec<SocketAddr> = guests().map(|seat| seat.address).collect();
-    for Seat { stream, exchange, .. } in guests() {
+    for JoinedRank { stream, exchange, .. } in guests() {
         answer(stream, exchange, &Answer::Welcome { world, addresses: addresses.clone() })?;
     }
     Ok(seats.into_iter().map(|seat| seat.map(|seat| seat.stream)).collect())
 }
 
-fn seat_all(join: Join, deadline: Instant, seats: &mut [Option<Seat>]) -> Result<()> {
+fn seat_all(join: Join, deadline: Instant, seats: &mut [Option<JoinedRank>]) -> Result<()> {
     let Launch { master_addr, master_port, world_size, .. } = join.launch;
     let key = Key::new(join.secret.as_ref());
     let listeners = match join.listener {
@@ -156,7 +156,7 @@ fn seat_all(join: Join, deadline: Instant, seats: &mut [Option<Seat>]) -> Result
         match admit(ask, *world_size, &join.settings, seats) {
             Ok((rank, address)) => {
                 if let Some(seat) = seats.get_mut(rank) {
-                    *seat = Some(Seat { stream, exchange, address });
+                    *seat = Some(JoinedRank { stream, exchange, address });
                 }
             }
             // The process may be left over from another run: only a secret can rule that out.
@@ -172,7 +172,7 @@ fn seat_all(join: Join, deadline: Instant, seats: &mut [Option<Seat>]) -> Result
 }
 
 /// Frees the places of processes that ended while they waited, so that they can be started again.
-fn vacate(seats: &mut [Option<Seat>], left: &mut BTreeSet<usize>) {
+fn vacate(seats: &mut [Option<JoinedRank>], left: &mut BTreeSet<usize>) {
     for (rank, seat) in seats.iter_mut().enumerate() {
         if seat.take_if(|seat| seat.is_left()).is_some() {
             left.insert(rank);
@@ -185,7 +185,7 @@ fn admit(
     ask: Ask,
     expected: usize,
     own: &[(String, String)],
-    seats: &[Option<Seat>],
+    seats: &[Option<JoinedRank>],
 ) -> std::result::Result<(usize, SocketAddr), String> {
     let Ask::Join { rank, world_size, listens, settings } = ask else {
         return Err("a rank of another world".to_string());
@@ -195,7 +195,7 @@ fn admit(
     }
     match seats.get(rank) {
         Some(None) if rank > 0 => {}
-        Some(Some(Seat { address, .. })) => {
+        Some(Some(JoinedRank { address, .. })) => {
             return Err(format!("two processes are rank {rank}: one listens at {address}, one at {listens}"));
         }
         _ => {

@@ -49,13 +49,13 @@ impl<T> Memory<T> {
 
 /// The options of sampling that the rows of a step need. Each combination has its own graph.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub(super) struct Asked {
+pub(super) struct SamplingNeeds {
     pub slots: bool,
     pub logprobs: bool,
     pub masks: bool,
 }
 
-impl Asked {
+impl SamplingNeeds {
     /// The options that these rows need.
     pub fn of(rows: impl Iterator<Item = SampleParams>) -> Self {
         rows.fold(Self::default(), |asked, row| Self {
@@ -158,7 +158,7 @@ impl DeviceSampler {
     /// The inputs of the sampling kernel other than the logits of `rows` rows: slots and masks, if they are needed.
     pub fn views(
         &mut self,
-        asked: Asked,
+        asked: SamplingNeeds,
         rows: usize,
     ) -> Result<(Option<SampleSlots<'_>>, Option<View<'_>>)> {
         let slots = self.memory.get().filter(|_| asked.slots).map(DeviceSlots::views);

@@ -7,7 +7,7 @@ use std::ptr::null;
 
 use candle_core::{DType, Result};
 
-use self::paged::{Asked, Inputs, attend};
+use self::paged::{Inputs, PagedLaunch, attend};
 pub(crate) use self::paged::{latent_values, paged_attention};
 use super::args::{AttentionDecodeArgs, Dtype, QkNormRopeArgs};
 use super::fp8::Fp8Place;
@@ -160,7 +160,7 @@ pub(crate) fn decode_then_prompts(
     let v = v_cache.reborrow();
     qk_norm_rope_cache(&args.narrow(decode_rows, prompt_rows)?, q_out, k, v, ex)?;
     let blocks = match form {
-        MixedForm::Beside => {
+        MixedForm::Overlapped => {
             small("rope_attention", MixedCall::prompt_sms(ex.cuda("rope_attention")?.gpu.sms))?
         }
         MixedForm::Apart => 0,
@@ -168,8 +168,8 @@ pub(crate) fn decode_then_prompts(
     let k = k_cache.as_view();
     let v = v_cache.as_view();
     let inputs = Inputs { q: q.view(), k_cache: k, v_cache: v, meta: &prompt };
-    attend(inputs, out.first(rows)?, Asked::Attention { blocks }, ex)?;
-    if form == MixedForm::Beside {
+    attend(inputs, out.first(rows)?, PagedLaunch::Attention { blocks }, ex)?;
+    if form == MixedForm::Overlapped {
         let out = out.first(decode_rows)?;
         decode_attention(&decode_args, &decode, [k_cache, v_cache], out, &mixed, form, ex)?;
     }
@@ -177,7 +177,7 @@ pub(crate) fn decode_then_prompts(
 }
 
 /// Head norm, rotation, cache write and attention of one new token per sequence, in one launch. With
-/// [`MixedForm::Beside`] it runs at the same time as the launch before it, which computes the prompts of `mixed`.
+/// [`MixedForm::Overlapped`] it runs at the same time as the launch before it, which computes the prompts of `mixed`.
 fn decode_attention(
     args: &QkNormRope,
     meta: &AttentionMeta,
@@ -237,7 +237,7 @@ fn decode_attention(
         num_slots: any::count(op, blocks * block_size)?,
         sinks: cuda.read_or_null(op, "sinks", meta.sinks)?,
     };
-    let beside = i32::from(form == MixedForm::Beside);
+    let beside = i32::from(form == MixedForm::Overlapped);
     // SAFETY: the op has checked dims and dtypes; `is_one_launch` and, for FP8, `leaves_fp8` are the launchers'
     // conditions. Slots beyond the cache are not written; what is read is the contract of `AttentionMeta`. The launch
     // that may run at the same time writes only rows of prompts.

@@ -254,7 +254,7 @@ impl DevicePack {
     /// [`dequantise_into`](Self::dequantise_into) with the columns in the order of the pack.
     pub(crate) fn dequantise_as_it_lies(&self, op: &str, out: ViewMut, ex: &Exec) -> Result<()> {
         let pack = self.args_as_it_lies(op, ex.cuda(op)?)?;
-        self.write_floats(op, (pack, self.weights().as_it_lies()), out, ex)
+        self.write_floats(op, (pack, self.weights().in_pack_order()), out, ex)
     }
 
     fn write_floats(

@@ -41,7 +41,7 @@ pub struct MixedCall {
 #[non_exhaustive]
 pub enum MixedForm {
     /// The prompts run on some SMs, the decoding rows at the same time on the others.
-    Beside,
+    Overlapped,
     /// One after the other.
     Apart,
 }
@@ -49,11 +49,11 @@ pub enum MixedForm {
 impl Form for MixedForm {
     type Call = MixedCall;
 
-    const ALL: &'static [Self] = &[Self::Beside, Self::Apart];
+    const ALL: &'static [Self] = &[Self::Overlapped, Self::Apart];
 
     fn name(self) -> &'static str {
         match self {
-            Self::Beside => "prompts next to decoding rows",
+            Self::Overlapped => "prompts next to decoding rows",
             Self::Apart => "decoding rows, then prompts",
         }
     }
@@ -90,10 +90,10 @@ impl MixedCall {
         }
         let prompts = AttentionForm::stage(PROMPT_ROWS, prompts, machine);
         let decode = AttentionForm::stage(DECODING_ROWS, decode, machine);
-        match MixedForm::Beside.fits(self, machine) {
+        match MixedForm::Overlapped.fits(self, machine) {
             Ok(()) => vec![prompts, decode],
             Err(reason) => {
-                let kernel = MixedForm::Beside.name().to_string();
+                let kernel = MixedForm::Overlapped.name().to_string();
                 vec![decode.after([Rejected { kernel, reason }]), prompts]
             }
         }
@@ -158,7 +158,7 @@ mod tests {
         let form = |call: &MixedCall, machine: &Machine| MixedForm::choose(call, machine);
         // 256 sequences of 800 positions read 420 MB; prompts of 620 and 300 rows see 240,000 pairs.
         let usual = call(204_800, 240_000);
-        assert_eq!(form(&usual, &hopper), Some(MixedForm::Beside));
+        assert_eq!(form(&usual, &hopper), Some(MixedForm::Overlapped));
         // A prompt's last 1,024 rows of 32,768 take ten times as long as the decoding rows.
         assert_eq!(form(&call(204_800, 33_000_000), &hopper), Some(MixedForm::Apart));
         assert_eq!(form(&call(0, 240_000), &hopper), Some(MixedForm::Apart));
@@ -182,7 +182,7 @@ mod tests {
         assert_eq!(names(&call(204_800, 240_000), &hopper), [prompts, decode]);
         let apart = call(204_800, 0);
         assert_eq!(names(&apart, &hopper), [decode, prompts]);
-        assert_eq!(apart.stages(&hopper)[0].rejected[0].kernel, MixedForm::Beside.name());
+        assert_eq!(apart.stages(&hopper)[0].rejected[0].kernel, MixedForm::Overlapped.name());
         let rows = |decode, prompts| MixedCall {
             decode: AttentionCall { rows: decode, ..apart.decode },
             prompts: AttentionCall { rows: prompts, ..apart.prompts },
@@ -200,7 +200,7 @@ mod tests {
         let splits = |call: MixedCall, form, splits| call.decode_splits(form, splits);
         assert_eq!(splits(call(256 * 800, 1000), MixedForm::Apart, 1), 2);
         assert_eq!(splits(call(256 * 800, 1000), MixedForm::Apart, 8), 8);
-        assert_eq!(splits(call(256 * 800, 1000), MixedForm::Beside, 1), 1);
+        assert_eq!(splits(call(256 * 800, 1000), MixedForm::Overlapped, 1), 1);
         assert_eq!(splits(call(256 * 300, 1000), MixedForm::Apart, 1), 1);
         assert_eq!(splits(call(0, 0), MixedForm::Apart, 1), 1);
         assert_eq!((MixedCall::prompt_sms(132), MixedCall::prompt_sms(1)), (66, 1));

@@ -37,7 +37,7 @@ pub struct PerHeadCall {
 pub enum PerHeadForm {
     /// The neighbouring launch, which loads its part of the matrices into registers before its operands exist
     /// (`latent_query`, `latent_merge`).
-    Beside,
+    Overlapped,
     /// cuBLAS, a batch of products.
     Blas,
     /// Any dtype and shape on CUDA, all heads in one launch.
@@ -49,11 +49,11 @@ pub enum PerHeadForm {
 impl Form for PerHeadForm {
     type Call = PerHeadCall;
 
-    const ALL: &'static [Self] = &[Self::Beside, Self::Blas, Self::Any, Self::Cpu];
+    const ALL: &'static [Self] = &[Self::Overlapped, Self::Blas, Self::Any, Self::Cpu];
 
     fn name(self) -> &'static str {
         match self {
-            Self::Beside => "in the launch next to it",
+            Self::Overlapped => "in the launch next to it",
             Self::Blas => "cublas",
             Self::Any => "per_head",
             Self::Cpu => "cpu_per_head",
@@ -62,7 +62,7 @@ impl Form for PerHeadForm {
 
     fn fits(self, call: &PerHeadCall, machine: &Machine) -> Result<(), Reason> {
         match self {
-            Self::Beside => {
+            Self::Overlapped => {
                 machine.expect_tuned(&[Feature::Bf16Mma, Feature::Clusters])?;
                 expect_bf16(call.dtype)?;
                 machine.expect_batch_variant()?;
@@ -112,8 +112,8 @@ mod tests {
             let beside = Some("latent_query");
             PerHeadForm::choose(&PerHeadCall { rows, head_dim, latent, beside, dtype }, &gpu)
         };
-        assert_eq!(beside(1, 128), Some(PerHeadForm::Beside));
-        assert_eq!(beside(4, 128), Some(PerHeadForm::Beside));
+        assert_eq!(beside(1, 128), Some(PerHeadForm::Overlapped));
+        assert_eq!(beside(4, 128), Some(PerHeadForm::Overlapped));
         assert_eq!((beside(5, 128), beside(1, 64)), (Some(PerHeadForm::Any), Some(PerHeadForm::Any)));
         assert_eq!(name(1, DType::BF16, &gpu), Some("per_head"));
         assert_eq!(name(4096, DType::BF16, &gpu), Some("cublas"));

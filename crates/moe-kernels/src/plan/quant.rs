@@ -62,7 +62,7 @@ impl QuantWeights {
 
     /// This matrix for rows of x that are in the order of its columns.
     #[cfg(feature = "cuda")]
-    pub(crate) fn as_it_lies(self) -> Self {
+    pub(crate) fn in_pack_order(self) -> Self {
         match self.order {
             ColumnOrder::Sorted => Self { order: ColumnOrder::Input, ..self },
             _ => self,

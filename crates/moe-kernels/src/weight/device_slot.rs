@@ -11,7 +11,7 @@ use candle_core::{Result, bail};
 
 use super::quantised::{Pack, Quantised};
 use super::slot::OP;
-use super::{Held, Weight, WeightView};
+use super::{Weight, WeightData, WeightView};
 use crate::buffer::Buffer;
 use crate::exec::Exec;
 use crate::storage::{Data, DataMut, DeviceSlice};
@@ -56,14 +56,14 @@ impl Weight {
         let mut dims = self.dims().to_vec();
         dims[0] = experts;
         match &self.0 {
-            Held::Values(..) => match arrays.pop().filter(|_| arrays.is_empty()) {
+            WeightData::Values(..) => match arrays.pop().filter(|_| arrays.is_empty()) {
                 Some(rows) => Self::new(rows.into_tensor()?.reshape(dims)?),
                 None => bail!("{OP}: expected one array of floats"),
             },
-            Held::Quantised(q) => match &q.pack {
+            WeightData::Quantised(q) => match &q.pack {
                 Pack::Cuda(pack) => {
                     let pack = Pack::Cuda(Arc::new(pack.of_arrays(arrays, experts)?));
-                    Ok(Self(Held::Quantised(Quantised { pack, dims, dtype: q.dtype })))
+                    Ok(Self(WeightData::Quantised(Quantised { pack, dims, dtype: q.dtype })))
                 }
                 Pack::Cpu(_) => bail!("{OP}: expected a pack on a CUDA device, got one on the CPU"),
             },
@@ -86,8 +86,8 @@ impl Weight {
             _ => bail!("{OP}: expected a pack on a CUDA device, got one on the CPU"),
         };
         match &self.0 {
-            Held::Values(values, _) => piece(TensorView::new(values)?.view()?.narrow(expert, 1)?),
-            Held::Quantised(q) => match &q.pack {
+            WeightData::Values(values, _) => piece(TensorView::new(values)?.view()?.narrow(expert, 1)?),
+            WeightData::Quantised(q) => match &q.pack {
                 Pack::Cuda(pack) => pack.expert_pieces(expert)?.into_iter().try_for_each(piece),
                 Pack::Cpu(_) => bail!("{OP}: expected a pack on a CUDA device, got one on the CPU"),
             },

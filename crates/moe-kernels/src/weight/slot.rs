@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use half::{bf16, f16};
 
 use super::quantised::Pack;
-use super::{Held, Weight};
+use super::{Weight, WeightData};
 use crate::tensor::TensorView;
 use crate::view::View;
 
@@ -23,8 +23,8 @@ impl Weight {
     pub fn expert_len(&self) -> Result<usize> {
         let &[_, n, k] = self.dims() else { bail!("{OP}: expected a pack [E, N, K], got {:?}", self.dims()) };
         match &self.0 {
-            Held::Values(values, _) => Ok(n * k * values.dtype().size_in_bytes()),
-            Held::Quantised(q) => match &q.pack {
+            WeightData::Values(values, _) => Ok(n * k * values.dtype().size_in_bytes()),
+            WeightData::Quantised(q) => match &q.pack {
                 Pack::Cpu(matrix) => matrix.read().expert_len(),
                 #[cfg(feature = "cuda")]
                 Pack::Cuda(pack) => pack.expert_len(),
@@ -39,11 +39,11 @@ impl Weight {
     pub fn expert_bytes(&self, expert: usize) -> Result<Vec<u8>> {
         let len = self.checked(expert)?;
         match &self.0 {
-            Held::Values(values, _) => {
+            WeightData::Values(values, _) => {
                 let guard = TensorView::new(values)?;
                 to_bytes(guard.view()?.narrow(expert, 1)?, len)
             }
-            Held::Quantised(q) => match &q.pack {
+            WeightData::Quantised(q) => match &q.pack {
                 Pack::Cpu(matrix) => matrix.read().expert_bytes(expert),
                 #[cfg(feature = "cuda")]
                 Pack::Cuda(_) => bail!("{OP}: a pack on a CUDA device"),
@@ -62,11 +62,11 @@ impl Weight {
             bail!("{OP}: expected {len} bytes, got {}", bytes.len())
         }
         match &self.0 {
-            Held::Values(values, _) => {
+            WeightData::Values(values, _) => {
                 let dims = values.dims().get(1..).unwrap_or_default();
                 values.slice_set(&of_bytes(bytes, &[&[1], dims].concat(), values.dtype())?, 0, expert)
             }
-            Held::Quantised(q) => match &q.pack {
+            WeightData::Quantised(q) => match &q.pack {
                 Pack::Cpu(matrix) => matrix.write().write_expert(expert, bytes),
                 #[cfg(feature = "cuda")]
                 Pack::Cuda(_) => bail!("{OP}: a pack on a CUDA device"),
@@ -79,7 +79,7 @@ impl Weight {
     /// scales of quantised experts, which are as short as all experts allow.
     pub fn expert_form(&self) -> String {
         #[cfg(feature = "cuda")]
-        if let Held::Quantised(q) = &self.0
+        if let WeightData::Quantised(q) = &self.0
             && let Pack::Cuda(pack) = &q.pack
         {
             return pack.scale_form();

@@ -38,7 +38,7 @@ const END_IDS: [&str; 3] =
 const CONTROL: i64 = 3;
 
 /// What a GGUF file contains in addition to its weights.
-pub(in crate::checkpoint) struct Said {
+pub(in crate::checkpoint) struct GgufContents {
     pub config: Config,
     pub generation: Option<Config>,
     pub quantisation: QuantConfig,
@@ -50,7 +50,7 @@ impl Gguf {
     ///
     /// # Errors
     /// An architecture that is not run, or another use of it; a value of another type.
-    pub(in crate::checkpoint) fn read(&self) -> Result<Said, CheckpointError> {
+    pub(in crate::checkpoint) fn read(&self) -> Result<GgufContents, CheckpointError> {
         let name = self.text("general.architecture")?.unwrap_or_default();
         let gating = self.unsigned(&format!("{name}.expert_gating_func"))?;
         let Some(architecture) = Architecture::find(name, gating) else {
@@ -75,7 +75,7 @@ impl Gguf {
         let config = Config::of_object(object, &label);
         let generation = self.generation()?.map(|object| Config::of_object(object, &label));
         let quantisation = tensors.quantisation(self.notes(architecture));
-        Ok(Said { config, generation, quantisation, tensors })
+        Ok(GgufContents { config, generation, quantisation, tensors })
     }
 
     fn object(

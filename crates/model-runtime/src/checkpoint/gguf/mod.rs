@@ -15,6 +15,6 @@ mod tensors;
 mod values;
 
 pub use architecture::architectures;
-pub(in crate::checkpoint) use config::Said;
+pub(in crate::checkpoint) use config::GgufContents;
 pub use file::{Gguf, GgufTensor};
 pub use header::holds_header;

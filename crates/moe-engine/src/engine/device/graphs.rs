@@ -3,7 +3,7 @@
 use model_runtime::ForcedWeights;
 use model_runtime::cuda::Graph;
 
-use crate::engine::sampling::Asked;
+use crate::engine::sampling::SamplingNeeds;
 
 /// The state of a bucket's graph.
 pub(super) enum Recording {
@@ -18,6 +18,6 @@ pub(super) enum Recording {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Variant {
     pub rows: usize,
-    pub asked: Asked,
+    pub asked: SamplingNeeds,
     pub forced: Option<ForcedWeights>,
 }

@@ -9,14 +9,14 @@ use tracing::warn;
 use super::DeviceRunner;
 use super::graphs::{Recording, Variant};
 use crate::engine::routing::Forced;
-use crate::engine::sampling::Asked;
+use crate::engine::sampling::SamplingNeeds;
 
 impl DeviceRunner {
     /// The launches of a step.
     pub(super) fn launch_step(
         &mut self,
         shape: Shape,
-        (asked, forced): (Asked, Option<Forced>),
+        (asked, forced): (SamplingNeeds, Option<Forced>),
         model: &dyn CausalLm,
         kv: &mut KvCache,
         context: &mut StepContext,
@@ -38,7 +38,7 @@ impl DeviceRunner {
     }
 
     /// Samples the tokens of a step whose logits are computed.
-    pub(super) fn sample(&mut self, shape: Shape, asked: Asked, ex: &Exec) -> Result<()> {
+    pub(super) fn sample(&mut self, shape: Shape, asked: SamplingNeeds, ex: &Exec) -> Result<()> {
         let rows = shape.logits;
         ex.mark("sample", 0)?;
         let views = self.step.views(shape)?;
@@ -58,7 +58,7 @@ impl DeviceRunner {
     pub(super) fn replay(
         &mut self,
         shape: Shape,
-        asks: (Asked, Option<Forced>),
+        asks: (SamplingNeeds, Option<Forced>),
         model: &dyn CausalLm,
         kv: &mut KvCache,
         context: &mut StepContext,
@@ -66,7 +66,8 @@ impl DeviceRunner {
     ) -> Result<()> {
         let (asked, forced) = asks;
         // With masks the graph ends before sampling, whatever other sampling the step needs.
-        let recorded = if asked.masks { Asked { masks: true, ..Asked::default() } } else { asked };
+        let recorded =
+            if asked.masks { SamplingNeeds { masks: true, ..SamplingNeeds::default() } } else { asked };
         let variant = Variant { rows: shape.rows, asked: recorded, forced: forced.map(Forced::weights) };
         match self.graphs.get_mut(&variant) {
             Some(Recording::Ready(graph)) => {

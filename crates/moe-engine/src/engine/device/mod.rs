@@ -28,7 +28,7 @@ use super::config::EngineConfig;
 use super::masks::{MaskResult, pack};
 use super::plan::{Key, Part, Plan, StepResult};
 use super::routing::StepRouting;
-use super::sampling::{Asked, DeviceSampler, History, Memory};
+use super::sampling::{DeviceSampler, History, Memory, SamplingNeeds};
 use super::scores::{DeviceScorer, ScoredRows};
 use super::sequence::Sequence;
 use super::step_memory;
@@ -70,7 +70,7 @@ impl InFlight {
 /// A launched step whose sampling is still to come.
 struct Unsampled {
     shape: Shape,
-    asked: Asked,
+    asked: SamplingNeeds,
     /// Its number of rows, and the time when its launches began.
     rows: usize,
     begin: Instant,
@@ -200,7 +200,7 @@ impl DeviceRunner {
             bail!("{} tokens to sample from {} rows of logits", keys.len(), plan.step.num_logits())
         }
         let listed: Vec<_> = params.iter().map(|p| p.logprobs.map(|n| n as usize)).collect();
-        let logprobs = Asked::of(params.iter().copied()).logprobs;
+        let logprobs = SamplingNeeds::of(params.iter().copied()).logprobs;
         let sampling = DeviceSampling { masked, ..DeviceSampling::new(token_source, &params) };
         plan.step.check_vocab(model.info().vocab_size)?;
         let scored = ScoredRows::of(&plan, history.sequences);
@@ -265,7 +265,7 @@ impl DeviceRunner {
         // Copies of states are not in graphs: most steps have none. The device makes them in the order of the steps.
         kv.restore(step.restores(), ex)?;
         context.padded = bucket.is_some();
-        let asked = Asked { masks: sampling.masked, ..Asked::of(sampling.rows()) };
+        let asked = SamplingNeeds { masks: sampling.masked, ..SamplingNeeds::of(sampling.rows()) };
         let launched = trace_span!("launch").in_scope(|| match bucket {
             Some(_) if !self.sizes.eager => self.replay(shape, (asked, forced), model, kv, context, ex),
             _ => self.launch_step(shape, (asked, forced), model, kv, context, ex),

@@ -117,7 +117,7 @@ pub(crate) fn mla_rows(
             dtype: if out.dtype() == k_cache.dtype() { out.dtype() } else { DType::F32 },
         };
         aligned(&[args.products, *w])
-            && PerHeadForm::choose(&call, &ex.machine()) == Some(PerHeadForm::Beside)
+            && PerHeadForm::choose(&call, &ex.machine()) == Some(PerHeadForm::Overlapped)
     });
     let mut plain = match args.w_uk {
         Some(w) if beside.is_none() => Some(ex.scratch(w.dtype(), &[t, heads, plain_dim])?),

@@ -27,7 +27,7 @@ pub(super) struct Inputs<'a> {
 }
 
 /// What a call launches.
-pub(super) enum Asked<'a> {
+pub(super) enum PagedLaunch<'a> {
     /// Attention. With [`AttentionForm::Wgmma`], `blocks` is the number of its blocks, which leave SMs to the next
     /// launch; 0: it uses all SMs.
     Attention { blocks: i32 },
@@ -45,7 +45,7 @@ pub(crate) fn paged_attention(
     ex: &Exec,
 ) -> Result<()> {
     let inputs = Inputs { q, k_cache, v_cache, meta };
-    attend(inputs, out.into(), Asked::Attention { blocks: 0 }, ex).map(drop)
+    attend(inputs, out.into(), PagedLaunch::Attention { blocks: 0 }, ex).map(drop)
 }
 
 /// Attention over latent rows and the product that follows it, `values` = `w_uv` times the latents, if the launch that
@@ -59,11 +59,11 @@ pub(crate) fn latent_values(
     ex: &Exec,
 ) -> Result<bool> {
     let inputs = Inputs { q, k_cache: cache, v_cache: cache, meta };
-    attend(inputs, latents.into(), Asked::Product { w_uv, values }, ex)
+    attend(inputs, latents.into(), PagedLaunch::Product { w_uv, values }, ex)
 }
 
 /// Launches what is `asked`. Returns whether something was launched.
-pub(super) fn attend(inputs: Inputs, out: RowsViewMut, asked: Asked, ex: &Exec) -> Result<bool> {
+pub(super) fn attend(inputs: Inputs, out: RowsViewMut, asked: PagedLaunch, ex: &Exec) -> Result<bool> {
     let cuda = ex.cuda(OP)?;
     let rows = inputs.q.rows();
     let heads = inputs.q.dims()[1];
@@ -74,7 +74,7 @@ pub(super) fn attend(inputs: Inputs, out: RowsViewMut, asked: Asked, ex: &Exec) 
         _ => None,
     };
     let splits = inputs.splits(form, ex)?;
-    if let Asked::Product { w_uv, .. } = &asked
+    if let PagedLaunch::Product { w_uv, .. } = &asked
         && !holds_product(*w_uv, rows, value_dim, splits, ex)
     {
         return Ok(false);
@@ -90,8 +90,8 @@ pub(super) fn attend(inputs: Inputs, out: RowsViewMut, asked: Asked, ex: &Exec) 
         bail!("{OP}: expected sizes of {fast}, which leaves rows in FP8, got {call:?}")
     }
     let (product, blocks) = match asked {
-        Asked::Attention { blocks } => (None, blocks),
-        Asked::Product { w_uv, mut values } => {
+        PagedLaunch::Attention { blocks } => (None, blocks),
+        PagedLaunch::Product { w_uv, mut values } => {
             (Some((cuda.read(OP, "w_uv", w_uv)?, cuda.write(OP, "values", &mut values)?)), 0)
         }
     };
@@ -109,7 +109,7 @@ fn holds_product(w_uv: View, rows: usize, latent: usize, splits: i32, ex: &Exec)
         beside: (splits > 1).then_some("latent_merge"),
         dtype: w_uv.dtype(),
     };
-    aligned(&[w_uv]) && PerHeadForm::choose(&call, &ex.machine()) == Some(PerHeadForm::Beside)
+    aligned(&[w_uv]) && PerHeadForm::choose(&call, &ex.machine()) == Some(PerHeadForm::Overlapped)
 }
 
 impl Inputs<'_> {
@@ -209,7 +209,7 @@ impl Inputs<'_> {
 struct Launch {
     form: Option<AttentionForm>,
     args: PagedAttentionArgs,
-    /// See [`Asked::Attention`].
+    /// See [`PagedLaunch::Attention`].
     blocks: i32,
     /// w_uv and the address of its values, if the launch also computes this product.
     product: Option<(In, Out)>,

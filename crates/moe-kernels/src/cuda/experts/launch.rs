@@ -30,7 +30,7 @@ pub(super) struct Inputs {
 }
 
 /// Scratch of the workspace with its address.
-pub(super) struct Lease {
+pub(super) struct ScratchArray {
     pub at: Out,
     scratch: Scratch,
 }
@@ -56,9 +56,9 @@ impl Buckets {
 /// The arrays that the products write and that the sum reads.
 pub(super) struct Rows {
     /// [T K, I] bf16; none where activations are in FP8.
-    pub act: Option<Lease>,
+    pub act: Option<ScratchArray>,
     /// [T K, H] of `dtype`.
-    pub slot_rows: Lease,
+    pub slot_rows: ScratchArray,
     /// f32; bf16 where `moe_experts_wide` or products with FP8 activations compute them.
     pub dtype: DType,
 }
@@ -72,7 +72,7 @@ impl Rows {
     }
 }
 
-impl Lease {
+impl ScratchArray {
     pub(super) fn new(op: &str, dtype: DType, dims: &[usize], ex: &Exec) -> Result<Self> {
         let mut scratch = ex.scratch(dtype, dims)?;
         let at = ex.cuda(op)?.write(op, "scratch", &mut scratch.view_mut())?;
@@ -131,7 +131,7 @@ impl Inputs {
 
     /// Slot rows are of `dtype`, activations in bf16.
     pub(super) fn scratch(&self, s: &ExpertsCall, dtype: DType, ex: &Exec) -> Result<Rows> {
-        let act = Lease::new(self.op, DType::BF16, &[s.slots(), s.inter], ex)?;
+        let act = ScratchArray::new(self.op, DType::BF16, &[s.slots(), s.inter], ex)?;
         self.rows(s, Some(act), dtype, ex)
     }
 
@@ -140,8 +140,8 @@ impl Inputs {
         self.rows(s, None, DType::BF16, ex)
     }
 
-    fn rows(&self, s: &ExpertsCall, act: Option<Lease>, dtype: DType, ex: &Exec) -> Result<Rows> {
-        let slot_rows = Lease::new(self.op, dtype, &[s.tokens, s.top_k, s.hidden], ex)?;
+    fn rows(&self, s: &ExpertsCall, act: Option<ScratchArray>, dtype: DType, ex: &Exec) -> Result<Rows> {
+        let slot_rows = ScratchArray::new(self.op, dtype, &[s.tokens, s.top_k, s.hidden], ex)?;
         Ok(Rows { act, slot_rows, dtype })
     }
 
@@ -294,14 +294,14 @@ impl Inputs {
 
     /// A row for each slot in the order of its expert's columns, where experts have orders of their own; rows of slots
     /// without a local expert are unspecified.
-    fn ordered(&self, s: &ExpertsCall, slots: &Buckets, ex: &Exec) -> Result<Option<Lease>> {
+    fn ordered(&self, s: &ExpertsCall, slots: &Buckets, ex: &Exec) -> Result<Option<ScratchArray>> {
         let perm = match self.packs {
             Packs::Quantised { w13, .. } if !w13.perm.is_null() => w13.perm,
             _ => return Ok(None),
         };
         let op = self.op;
         let cuda = ex.cuda(self.op)?;
-        let rows = Lease::new(op, DType::BF16, &[s.slots(), s.hidden], ex)?;
+        let rows = ScratchArray::new(op, DType::BF16, &[s.slots(), s.hidden], ex)?;
         let args = OrderRowsArgs {
             x: self.x,
             perm,
@@ -330,7 +330,7 @@ impl Inputs {
         let tile_rows = small(op, GROUPED_ROWS)?;
         // SAFETY: a pure function of numbers.
         let max_tiles = unsafe { ffi::moe_max_tiles(slots, num_local, tile_rows) } as usize;
-        let words = |n: usize| Lease::new(op, DType::U32, &[n], ex);
+        let words = |n: usize| ScratchArray::new(op, DType::U32, &[n], ex);
         // Slots in order of their experts, and tiles of at most `GROUPED_ROWS` of them.
         let offsets = words(s.num_local + 1)?;
         let sorted = words(s.slots())?;

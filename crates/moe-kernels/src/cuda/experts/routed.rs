@@ -3,7 +3,7 @@
 use candle_core::{DType, Result, bail};
 
 use super::arguments::{FusedExperts, check, quantisation};
-use super::launch::{Buckets, Inputs, Lease, Rows, bucket_counts, clear_bucket_counts};
+use super::launch::{Buckets, Inputs, Rows, ScratchArray, bucket_counts, clear_bucket_counts};
 use super::one_launch::{Choice, OneLaunch};
 use super::packs::Packs;
 use crate::arguments::{expect, expect_dims, expect_matrix, expect_rank3};
@@ -191,7 +191,7 @@ impl Products {
         let mut logits = ex.scratch(DType::F32, &[tokens, args.gate.weight.rows()])?;
         let mut ids = ex.scratch(DType::U32, &[tokens, top_k])?;
         let mut weights = ex.scratch(DType::F32, &[tokens, top_k])?;
-        let slots = Lease::new(op, DType::U32, &[num_local, tokens], ex)?;
+        let slots = ScratchArray::new(op, DType::U32, &[num_local, tokens], ex)?;
         let buckets = router::Buckets {
             counts: bucket_counts(num_local, ex)?,
             slots: slots.at,

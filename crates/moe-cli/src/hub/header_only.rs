@@ -11,7 +11,7 @@ use moe_engine::terminal::note;
 
 use super::client::Client;
 use super::failure::Failure;
-use super::gguf::{Hollow, base};
+use super::gguf::{HeaderOnly, base};
 use super::retry::{RETRIES, retry};
 use super::{Rest, temporary};
 
@@ -24,19 +24,19 @@ impl Rest {
     ///
     /// # Errors
     /// A server that does not answer; a folder for temporary files that cannot be created.
-    pub(super) fn hollow(&self, files: &[String]) -> Result<Hollow> {
-        let hollow = Hollow { dir: temporary::folder("moe-gguf")? };
+    pub(super) fn header_only(&self, files: &[String]) -> Result<HeaderOnly> {
+        let header_only = HeaderOnly { dir: temporary::folder("moe-gguf")? };
         let mut bytes = 0;
         for file in files {
-            bytes += self.hollow_file(file, &hollow.dir.join(base(file)))?;
+            bytes += self.header_only_file(file, &header_only.dir.join(base(file)))?;
         }
         let parts = if files.len() > 1 { format!(" in {} parts", files.len()) } else { String::new() };
         let first = files.first().map_or("", String::as_str);
         note(format_args!("{}: {first}, {}{parts}", self.name, BinaryBytes(bytes)));
-        Ok(hollow)
+        Ok(header_only)
     }
 
-    fn hollow_file(&self, file: &str, to: &Path) -> Result<u64> {
+    fn header_only_file(&self, file: &str, to: &Path) -> Result<u64> {
         let Self { name, settings, commit, .. } = self;
         let client = Client::new(settings);
         let url = client.url(name, commit, file);
@@ -55,9 +55,9 @@ impl Rest {
         let asked = retry(file, RETRIES, settings.backoff, &ProgressBar::hidden(), ask);
         let (header, size) = asked.map_err(|failure: Failure| failure.explain(name, Some(file), settings))?;
         let write = || {
-            let mut hollow = File::create_new(to)?;
-            hollow.write_all(&header)?;
-            hollow.set_len(size)
+            let mut header_only = File::create_new(to)?;
+            header_only.write_all(&header)?;
+            header_only.set_len(size)
         };
         write().with_context(|| format!("cannot write the header of {file} to {}", to.display()))?;
         Ok(size)
