@@ -163,7 +163,7 @@ impl RunConfig {
             ex = ex.with_isa(isa)?;
         }
         if let Some(threads) = self.num_threads {
-            if threads > MAX_THREADS {
+            if !(1..=MAX_THREADS).contains(&threads) {
                 return Err(usage(format!("`num_threads` {threads}: expected 1 to {MAX_THREADS}")));
             }
             ex = ex.with_threads(threads).map_err(|e| usage(format!("`num_threads` {threads}: {e}")))?;

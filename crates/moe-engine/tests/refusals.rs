@@ -215,7 +215,7 @@ fn settings_of_a_run() {
         (placed(parallel(usize::MAX, 2), PlacementConfig::default()), "more than 65536 ranks"),
         (placed(parallel(1, 1), map.clone()), "`expert_map` needs experts spread"),
         (placed(parallel(1, 1), redundant.clone()), "`num_redundant_experts` needs"),
-        (placed(experts.clone(), PlacementConfig { num_redundant_experts: 1, ..map }), "drop"),
+        (placed(experts, PlacementConfig { num_redundant_experts: 1, ..map }), "drop"),
     ]);
     #[cfg(not(feature = "cuda"))]
     expect([(set(|c| c.device = moe_engine::DeviceChoice::Cuda(Some(99))), "`device`")]);

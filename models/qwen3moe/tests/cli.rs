@@ -79,7 +79,7 @@ fn wrong_calls_are_usage_errors() {
     fails(&["--prompt", "x", "--device", "tpu"], 2, &["tpu"]);
     fails(&["--prompt", "x", "--dtype", "int3"], 2, &["int3", "f32, bf16, f16"]);
     fails(&["--prompt", "x", "--cpu-isa", "sse9"], 2, &["sse9", "scalar, avx2"]);
-    fails(&["--prompt", "x", "--num-threads", "0"], 2, &["--num-threads 0", "expected 1 to 4096"]);
+    fails(&["--prompt", "x", "--num-threads", "0"], 2, &["--num-threads 0", "expected 1 to 1024"]);
     fails(&["--prompt", "x", "--top-p", "1.5"], 2, &["top_p", "1.5"]);
     fails(&["--prompt", "x", "--temperature", "-1"], 2, &["temperature"]);
     fails(&["--prompt", "x", "--top-k", "-7"], 2, &["--top-k -7"]);
