@@ -43,11 +43,7 @@ impl Loads {
             }
         }
         for (layer, values) in by_layer.chunks_exact(steps * experts).enumerate() {
-            // Policies add loads up, some of them in f32, and an infinite sum has no share.
-            let total: f64 = values.iter().sum();
-            if total > f64::from(f32::MAX) {
-                return Err(Error::TooMuchLoad { layer, total });
-            }
+            check_total(layer, values)?;
         }
         Ok(Self { steps, layers, experts, values: by_layer })
     }
@@ -83,6 +79,24 @@ impl Loads {
             values.extend(sum_steps(self.layer(layer), self.experts));
         }
         Self { steps: 1, layers: self.layers, experts: self.experts, values }
+    }
+}
+
+/// Fails unless [`Loads`] could hold these loads `[steps, experts]` of one layer.
+pub(crate) fn check_loads(loads: &[f64], experts: usize) -> Result<()> {
+    if let Some(i) = loads.iter().position(|v| !v.is_finite() || *v < 0.0) {
+        return Err(Error::BadLoad { step: i / experts, layer: 0, expert: i % experts, value: loads[i] });
+    }
+    check_total(0, loads)
+}
+
+/// Fails if an f32 does not hold the sum of a layer's loads. Policies add loads up, some of them in f32, and an
+/// infinite sum has no share.
+fn check_total(layer: usize, loads: &[f64]) -> Result<()> {
+    let total: f64 = loads.iter().sum();
+    match total > f64::from(f32::MAX) {
+        true => Err(Error::TooMuchLoad { layer, total }),
+        false => Ok(()),
     }
 }
 

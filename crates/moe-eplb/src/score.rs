@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use crate::error::{Error, Result, expect_below, expect_len, expect_multiple, expect_some};
-use crate::loads::{Loads, sum_steps};
+use crate::loads::{Loads, check_loads, sum_steps};
 use crate::placement::Placement;
 
 /// The loads over which the peak is taken.
@@ -32,8 +32,8 @@ impl Objective {
 ///
 /// # Errors
 /// No expert or device; slots that do not divide evenly over the devices, or none; a slot with an expert that does not
-/// exist; loads that are no multiple of the experts; a load that is NaN, infinite or negative; an expert with load and
-/// without a slot.
+/// exist; loads that are no multiple of the experts; a load that is NaN, infinite or negative; loads whose sum is more
+/// than an f32 holds; an expert with load and without a slot.
 pub fn layer_par(
     loads: &[f64],
     slots: &[u32],
@@ -45,9 +45,7 @@ pub fn layer_par(
     expect_multiple(("slots", slots.len()), ("devices", devices))?;
     expect_multiple(("loads", loads.len()), ("experts", experts))?;
     slots.iter().try_for_each(|&e| expect_below("expert", e as usize, experts))?;
-    if let Some(i) = loads.iter().position(|v| !v.is_finite() || *v < 0.0) {
-        return Err(Error::BadLoad { step: i / experts, layer: 0, expert: i % experts, value: loads[i] });
-    }
+    check_loads(loads, experts)?;
     expect_placed(0, loads, slots, experts)?;
     Ok(known_par(loads, slots, experts, devices, objective))
 }

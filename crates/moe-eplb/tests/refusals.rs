@@ -137,6 +137,7 @@ fn tasks_that_do_not_fit_their_topology() {
         assert_eq!(of(&sound[..3], None, policy), "3 loads cannot be divided evenly over 4 experts");
         assert!(of(&[1., 1., f64::NAN, 1.], None, policy).contains("expert 2 is NaN"));
         assert!(of(&[1., 1., 1., -1.], None, policy).contains("expert 3 is -1"));
+        assert!(of(&[f64::MAX, f64::MAX, 1., 1.], None, policy).contains("layer 0 sum to"));
         let short = of(&sound, Some(&[0, 1, 2]), policy);
         assert_eq!(short, "slots of the current placement: expected 6 entries, got 3");
         assert_eq!(of(&sound, Some(&[0, 1, 2, 3, 4, 0]), policy), "expert 4 is out of range 0..4");

@@ -16,8 +16,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::bound;
 use crate::certificate::{BOUND_SLACK, Certificate, Proof};
-use crate::error::{Error, Result, expect_below, expect_len, expect_multiple, expect_some};
-use crate::loads::{Loads, sum_steps};
+use crate::error::{Result, expect_below, expect_len, expect_multiple, expect_some};
+use crate::loads::{Loads, check_loads, sum_steps};
 use crate::placement::{Placement, check_layer};
 use crate::score::{Objective, known_par};
 use crate::topology::Topology;
@@ -52,11 +52,7 @@ impl<'a> Task<'a> {
         let experts = self.topology.experts();
         expect_some(&[("loads", self.loads.len())])?;
         expect_multiple(("loads", self.loads.len()), ("experts", experts))?;
-        if let Some(i) = self.loads.iter().position(|v| !v.is_finite() || *v < 0.0) {
-            let bad =
-                Error::BadLoad { step: i / experts, layer: 0, expert: i % experts, value: self.loads[i] };
-            return Err(bad);
-        }
+        check_loads(self.loads, experts)?;
         let Some(current) = self.current else { return Ok(()) };
         expect_len("slots of the current placement", self.topology.slots(), current.len())?;
         current.iter().try_for_each(|&e| expect_below("expert", e as usize, experts))
