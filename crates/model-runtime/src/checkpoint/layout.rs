@@ -105,7 +105,7 @@ impl TensorLayout {
                 continue;
             };
             let format = quantisation.format_of(module)?;
-            if format == Format::Plain {
+            if format == Format::Plain || self.floats.contains(&spec.name) {
                 continue;
             }
             let part =

@@ -1,7 +1,7 @@
 //! What a decoder's checkpoint has, and what each rank holds of it: no element is missing, none is
 //! read twice where ranks share.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use candle_core::{DType, Device, Result, Tensor};
 use model_runtime::{
@@ -9,6 +9,7 @@ use model_runtime::{
     PackOrder, ParallelConfig, QkNorm, RankView, TensorLayout, TensorNames,
 };
 use moe_layer::RouterConfig;
+use moe_quant::{Format, GgmlType, QuantConfig};
 
 use crate::message;
 
@@ -281,6 +282,19 @@ fn ranks_hold_their_heads_of_norms_over_all_heads() {
             assert_eq!((cached.num_kv_heads, cached.head_dim), (kv_heads, d));
         }
     }
+}
+
+#[test]
+fn matrices_that_a_layer_loads_as_floats_need_no_kernel() {
+    let formats = HashMap::from([("a".to_string(), Format::Ggml(GgmlType::Q6K))]);
+    let quantisation = QuantConfig::gguf(formats, Vec::new());
+    let mut list = TensorLayout::new(&Geometry::default());
+    list.whole("a.weight", &[256, 256]);
+    list.check_quantised(&quantisation, false).unwrap();
+    let refused = list.check_quantised(&quantisation, true).unwrap_err().to_string();
+    assert!(refused.contains("(`a`)"), "{refused}");
+    list.floats.insert("a.weight".to_string());
+    list.check_quantised(&quantisation, true).unwrap();
 }
 
 /// Packs that are stored by columns, in which gate and up take turns: single experts and this rank's packs are shown in
