@@ -41,7 +41,7 @@ fn parse_size(text: &str) -> Result<usize> {
     let number: f64 =
         number.trim().parse().with_context(|| format!("expected a size such as 4GiB, got {text:?}"))?;
     let bytes = number * factor;
-    ensure!((0.0..=isize::MAX as f64).contains(&bytes), "expected a size of at least one byte, got {text:?}");
+    ensure!((0.0..=isize::MAX as f64).contains(&bytes), "expected a size such as 4GiB, got {text:?}");
     Ok(bytes as usize)
 }
 
@@ -105,6 +105,8 @@ mod tests {
         for bad in ["", "-1", "0.5", "nan", "inf", "0 parsecs"] {
             assert!(parse_bytes_or_none(bad).is_err(), "{bad}");
         }
+        let negative = parse_bytes_or_none("-1").unwrap_err().to_string();
+        assert_eq!(negative, "expected a size such as 4GiB, got \"-1\"");
     }
 
     #[test]
