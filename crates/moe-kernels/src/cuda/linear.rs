@@ -88,7 +88,7 @@ fn multiply(
         (Some(LinearForm::QuantBlas), Matrix::Pack(pack)) => {
             let mut floats = ex.scratch(DType::BF16, &[call.n, call.k])?;
             match ordered {
-                Some(_) => pack.dequantise_as_it_lies(op, floats.view_mut(), ex)?,
+                Some(_) => pack.dequantise_in_pack_order(op, floats.view_mut(), ex)?,
                 None => pack.dequantise_into(op, floats.view_mut(), ex)?,
             }
             blas::product(cuda, op, x, floats.view(), (out, output))
@@ -239,7 +239,7 @@ fn tensor(
                 cuda.check(op, ffi::moe_linear_tensor(&args, cuda.raw()?))
             }
             Matrix::Pack(pack) => {
-                let w = pack.args_as_it_lies(op, cuda)?;
+                let w = pack.args_in_pack_order(op, cuda)?;
                 let args = QuantLinearTensorArgs { x: x_at, w, bias, out, output, m, splits };
                 cuda.check(op, ffi::moe_quant_linear_tensor(&args, cuda.raw()?))
             }
@@ -274,7 +274,7 @@ fn stream(
                 cuda.check(op, ffi::moe_linear_stream(&args, cuda.raw()?))
             }
             Matrix::Pack(pack) => {
-                let w = pack.args_as_it_lies(op, cuda)?;
+                let w = pack.args_in_pack_order(op, cuda)?;
                 let args = QuantLinearStreamArgs { x: x_at, norm: weight, eps, w, bias, out, output, m };
                 cuda.check(op, ffi::moe_quant_linear_stream(&args, cuda.raw()?))
             }

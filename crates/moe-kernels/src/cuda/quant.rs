@@ -232,7 +232,7 @@ impl DevicePack {
 
     /// [`args`](Self::args) for rows of x that are already in the order of the pack's columns, so that kernels reorder
     /// nothing.
-    pub(crate) fn args_as_it_lies(&self, op: &str, cuda: &CudaExec) -> Result<QuantPack> {
+    pub(crate) fn args_in_pack_order(&self, op: &str, cuda: &CudaExec) -> Result<QuantPack> {
         Ok(QuantPack { perm: std::ptr::null(), ..self.args(op, cuda)? })
     }
 
@@ -252,8 +252,8 @@ impl DevicePack {
     }
 
     /// [`dequantise_into`](Self::dequantise_into) with the columns in the order of the pack.
-    pub(crate) fn dequantise_as_it_lies(&self, op: &str, out: ViewMut, ex: &Exec) -> Result<()> {
-        let pack = self.args_as_it_lies(op, ex.cuda(op)?)?;
+    pub(crate) fn dequantise_in_pack_order(&self, op: &str, out: ViewMut, ex: &Exec) -> Result<()> {
+        let pack = self.args_in_pack_order(op, ex.cuda(op)?)?;
         self.write_floats(op, (pack, self.weights().in_pack_order()), out, ex)
     }
 
