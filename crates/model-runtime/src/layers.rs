@@ -82,6 +82,11 @@ impl RmsNorm {
         unread.refuse(NORM, "it has a weight alone")
     }
 
+    /// Whether the weight is in f32 although the results are not.
+    pub(crate) fn has_wide_weight(&self) -> bool {
+        self.weight.dtype() != self.dtype
+    }
+
     /// The factors of each row, `[H]`.
     pub fn weight(&self) -> &Tensor {
         &self.weight

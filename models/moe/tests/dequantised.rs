@@ -99,10 +99,15 @@ fn inspect_counts_floats() {
 fn bench_runs_random_floats() {
     let config = fixture("quant-awq").join("config.json");
     let sizes = ["--batches", "1", "--prompt", "4", "--output", "4", "--lengths", "8", "--explain-backends"];
-    let model = ["bench", "--dummy-weights", "--dequantise", "--config", config.to_str().unwrap()];
-    let output = PROGRAM.run(&[&model[..], &sizes].concat());
-    let stderr = String::from_utf8(output.stderr.clone()).unwrap();
-    stdout(&output);
+    let model = ["bench", "--dummy-weights", "--config", config.to_str().unwrap()];
+    let plan = |more: &[&str]| {
+        let output = PROGRAM.run(&[&model[..], &sizes, more].concat());
+        stdout(&output);
+        String::from_utf8(output.stderr.clone()).unwrap()
+    };
+    let codes = plan(&[]);
+    assert!(codes.contains("int4"), "{codes}");
+    let stderr = plan(&["--dequantise"]);
     assert!(!stderr.contains("int4"), "{stderr}");
 }
 

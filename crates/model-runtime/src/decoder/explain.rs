@@ -5,7 +5,7 @@ use moe_comm::Communicator;
 use moe_kernels::plan::{Form, FusedLinearForm, Fusion, LinearForm, Machine, Reason, Rejected, Stage};
 use moe_layer::{MoeForm, PlanStep};
 
-use super::layer::{Decoder, DecoderLayer, EXPERT_FUSIONS, Mlp};
+use super::layer::{Decoder, DecoderLayer, Mlp};
 use super::program::{Part, Reader, Sums};
 use crate::model::LayerPlan;
 
@@ -62,7 +62,7 @@ impl DecoderLayer {
     fn mlp_stages(&self, form: MoeForm, step: &PlanStep, machine: &Machine) -> Vec<Stage> {
         match &self.mlp {
             Mlp::Dense(mlp) => mlp.stages(step.rows, machine),
-            Mlp::Sparse(sparse) => sparse.stages(form, step, EXPERT_FUSIONS, machine),
+            Mlp::Sparse(sparse) => sparse.stages(form, step, self.expert_fusions(machine), machine),
         }
     }
 }

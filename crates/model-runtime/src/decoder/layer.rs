@@ -15,7 +15,7 @@ use crate::model::ModelInfo;
 use crate::rope::LayerRopes;
 
 /// Which of the ops before and after them experts may compute, in the order of trial.
-pub(super) const EXPERT_FUSIONS: &[Fusion] = &[Fusion::NormAdd, Fusion::AddNorm, Fusion::Nothing];
+const EXPERT_FUSIONS: &[Fusion] = &[Fusion::NormAdd, Fusion::AddNorm, Fusion::Nothing];
 /// Which of the ops before and after it a mixer may compute, in the order of trial.
 const MIXER_FUSIONS: &[Fusion] = &[Fusion::NormAdd, Fusion::Add, Fusion::Nothing];
 
@@ -59,8 +59,18 @@ impl DecoderLayer {
     pub fn choose_mlp(&self, step: &PlanStep, machine: &Machine) -> MoeForm {
         match &self.mlp {
             Mlp::Dense(_) => MoeForm::modular(Fusion::Nothing),
-            Mlp::Sparse(sparse) => sparse.choose(step, EXPERT_FUSIONS, machine),
+            Mlp::Sparse(sparse) => sparse.choose(step, self.expert_fusions(machine), machine),
         }
+    }
+
+    /// Which of the norms around the experts their launches may compute.
+    pub fn expert_fusions(&self, machine: &Machine) -> &'static [Fusion] {
+        if self.has_separate_norms(machine) { &[Fusion::Nothing] } else { EXPERT_FUSIONS }
+    }
+
+    /// Whether norms are launches of their own: the fused launches of GPUs read norm weights in the model dtype alone.
+    fn has_separate_norms(&self, machine: &Machine) -> bool {
+        machine.gpu.is_some() && self.post_attention_norm.has_wide_weight()
     }
 
     /// The fusion of the mixer's launches in this step, before an MLP with the fusion `mlp`.
@@ -82,6 +92,9 @@ impl DecoderLayer {
     ) -> std::result::Result<(), Reason> {
         self.mixer.fits(fusion, step, machine)?;
         match (fusion, mlp) {
+            (Fusion::NormAdd, _) if self.has_separate_norms(machine) => {
+                Err(Reason::Part { part: "norms with weights in f32" })
+            }
             (Fusion::Add, Fusion::NormAdd) => Err(Reason::NoGain("the experts' launches add")),
             // This fusion is faster only if the launch of the experts, before or after it, contains the norm.
             (Fusion::NormAdd, Fusion::Nothing | Fusion::Add | Fusion::AddNorm) => {

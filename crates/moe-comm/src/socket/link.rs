@@ -29,7 +29,7 @@ pub(super) struct Link {
     writing: Mutex<u64>,
     /// How often data has arrived from the other rank.
     heard: Arc<AtomicU64>,
-    asked: Mutex<SilentSince>,
+    silent_since: Mutex<SilentSince>,
 }
 
 /// The time since which nothing has arrived from a rank, as its waiting ranks see it.
@@ -83,8 +83,8 @@ impl Link {
         // This sets the same limit for sent data that is not acknowledged.
         #[cfg(target_os = "linux")]
         socket.set_tcp_user_timeout(Some(SILENCE + PROBE * 2))?;
-        let asked = Mutex::new(SilentSince { at: Instant::now(), heard: 0, in_vain: 0 });
-        Ok(Self { stream, writing: Mutex::new(0), heard: Arc::default(), asked })
+        let silent_since = Mutex::new(SilentSince { at: Instant::now(), heard: 0, in_vain: 0 });
+        Ok(Self { stream, writing: Mutex::new(0), heard: Arc::default(), silent_since })
     }
 
     /// The reading half.
@@ -125,18 +125,18 @@ impl Link {
     /// The number of unanswered pings counts, and not the time alone. If this process itself was stopped for a long
     /// time, it receives the answers before it pings again.
     pub fn silence(&self, limit: Duration) -> Silence {
-        let mut asked = lock(&self.asked);
+        let mut silent_since = lock(&self.silent_since);
         let heard = self.heard.load(Ordering::Relaxed);
-        if asked.heard != heard {
-            *asked = SilentSince { at: Instant::now(), heard, in_vain: 0 };
+        if silent_since.heard != heard {
+            *silent_since = SilentSince { at: Instant::now(), heard, in_vain: 0 };
             return Silence::Short;
         }
-        if asked.at.elapsed() < interval(limit) {
+        if silent_since.at.elapsed() < interval(limit) {
             return Silence::Short;
         }
-        asked.at = Instant::now();
-        asked.in_vain += 1;
-        if asked.in_vain > ASKS { Silence::Stalled } else { Silence::Ask }
+        silent_since.at = Instant::now();
+        silent_since.in_vain += 1;
+        if silent_since.in_vain > ASKS { Silence::Stalled } else { Silence::Ask }
     }
 
     /// Writes a last frame, if that is possible soon, and closes the writing half.

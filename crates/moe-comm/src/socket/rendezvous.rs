@@ -107,23 +107,23 @@ impl JoinedRank {
 /// Rank 0: admits all other ranks, then sends each the addresses of the others.
 fn host(join: Join, deadline: Instant) -> Result<Streams> {
     let world_size = join.launch.world_size;
-    let mut seats: Vec<Option<JoinedRank>> = (0..world_size).map(|_| None).collect();
-    let seated = seat_all(join, deadline, &mut seats);
-    let guests = || seats.iter().flatten();
-    if let Err(e) = seated {
+    let mut joined: Vec<Option<JoinedRank>> = (0..world_size).map(|_| None).collect();
+    let all_joined = join_all(join, deadline, &mut joined);
+    let guests = || joined.iter().flatten();
+    if let Err(e) = all_joined {
         let why = plain(&e);
-        guests().for_each(|seat| drop(refuse(&seat.stream, &why)));
+        guests().for_each(|rank| drop(refuse(&rank.stream, &why)));
         return Err(e);
     }
     let world = nonce()?;
-    let addresses: Vec<SocketAddr> = guests().map(|seat| seat.address).collect();
+    let addresses: Vec<SocketAddr> = guests().map(|rank| rank.address).collect();
     for JoinedRank { stream, exchange, .. } in guests() {
         answer(stream, exchange, &Answer::Welcome { world, addresses: addresses.clone() })?;
     }
-    Ok(seats.into_iter().map(|seat| seat.map(|seat| seat.stream)).collect())
+    Ok(joined.into_iter().map(|rank| rank.map(|rank| rank.stream)).collect())
 }
 
-fn seat_all(join: Join, deadline: Instant, seats: &mut [Option<JoinedRank>]) -> Result<()> {
+fn join_all(join: Join, deadline: Instant, joined: &mut [Option<JoinedRank>]) -> Result<()> {
     let Launch { master_addr, master_port, world_size, .. } = join.launch;
     let key = Key::new(join.secret.as_ref());
     let listeners = match join.listener {
@@ -133,16 +133,16 @@ fn seat_all(join: Join, deadline: Instant, seats: &mut [Option<JoinedRank>]) -> 
     let mut admission = Admission::new(listeners, &key)?;
     let mut left = BTreeSet::new();
     loop {
-        vacate(seats, &mut left);
+        vacate(joined, &mut left);
         let missing: Vec<usize> =
-            (1..*world_size).filter(|&r| seats.get(r).is_none_or(Option::is_none)).collect();
+            (1..*world_size).filter(|&r| joined.get(r).is_none_or(Option::is_none)).collect();
         if missing.is_empty() {
             return Ok(());
         }
         let Some(Guest { stream, from, ask, exchange }) = admission.next(deadline, join.alive)? else {
             let missing = label(&missing, &[]);
             let limit = join.timeouts.rendezvous;
-            let ended: Vec<usize> = left.into_iter().filter(|&rank| seats[rank].is_none()).collect();
+            let ended: Vec<usize> = left.into_iter().filter(|&rank| joined[rank].is_none()).collect();
             let ended = match ended.is_empty() {
                 true => String::new(),
                 false => format!("; {} came and ended", label(&ended, &[])),
@@ -152,11 +152,11 @@ fn seat_all(join: Join, deadline: Instant, seats: &mut [Option<JoinedRank>]) -> 
                 admission.report()
             )
         };
-        vacate(seats, &mut left);
-        match admit(ask, *world_size, &join.settings, seats) {
+        vacate(joined, &mut left);
+        match admit(ask, *world_size, &join.settings, joined) {
             Ok((rank, address)) => {
-                if let Some(seat) = seats.get_mut(rank) {
-                    *seat = Some(JoinedRank { stream, exchange, address });
+                if let Some(place) = joined.get_mut(rank) {
+                    *place = Some(JoinedRank { stream, exchange, address });
                 }
             }
             // The process may be left over from another run: only a secret can rule that out.
@@ -172,9 +172,9 @@ fn seat_all(join: Join, deadline: Instant, seats: &mut [Option<JoinedRank>]) -> 
 }
 
 /// Frees the places of processes that ended while they waited, so that they can be started again.
-fn vacate(seats: &mut [Option<JoinedRank>], left: &mut BTreeSet<usize>) {
-    for (rank, seat) in seats.iter_mut().enumerate() {
-        if seat.take_if(|seat| seat.is_left()).is_some() {
+fn vacate(joined: &mut [Option<JoinedRank>], left: &mut BTreeSet<usize>) {
+    for (rank, place) in joined.iter_mut().enumerate() {
+        if place.take_if(|rank| rank.is_left()).is_some() {
             left.insert(rank);
         }
     }
@@ -185,7 +185,7 @@ fn admit(
     ask: Ask,
     expected: usize,
     own: &[(String, String)],
-    seats: &[Option<JoinedRank>],
+    joined: &[Option<JoinedRank>],
 ) -> std::result::Result<(usize, SocketAddr), String> {
     let Ask::Join { rank, world_size, listens, settings } = ask else {
         return Err("a rank of another world".to_string());
@@ -193,7 +193,7 @@ fn admit(
     if world_size != expected {
         return Err(format!("rank {rank} is of a world of {world_size} ranks, rank 0 of one of {expected}"));
     }
-    match seats.get(rank) {
+    match joined.get(rank) {
         Some(None) if rank > 0 => {}
         Some(Some(JoinedRank { address, .. })) => {
             return Err(format!("two processes are rank {rank}: one listens at {address}, one at {listens}"));

@@ -18,7 +18,7 @@ pub(super) struct TagSplitter {
     /// Whether a tag has just ended. Line ends that follow it are left out.
     behind_tag: bool,
     /// Whether only white space has arrived since a call. It is left out before another call and at the end.
-    behind_call: bool,
+    after_call: bool,
     /// Whether an answer without an opening tag begins with reasoning.
     assumes: bool,
     /// Whether the position is within the tags around all calls.
@@ -65,7 +65,7 @@ impl TagSplitter {
             state,
             held,
             behind_tag,
-            behind_call: false,
+            after_call: false,
             assumes,
             in_section: false,
             in_envelope: false,
@@ -89,7 +89,7 @@ impl TagSplitter {
             while self.advance(&mut parts) {}
         }
         let mut rest = std::mem::take(&mut self.held);
-        if self.behind_call && rest.trim().is_empty() {
+        if self.after_call && rest.trim().is_empty() {
             rest.clear();
         }
         let reasons = self.state == State::Reasoning || self.state == State::Start && self.assumes;
@@ -154,7 +154,7 @@ impl TagSplitter {
             give(parts, Part::Text(std::mem::take(&mut self.held)));
             return false;
         }
-        if self.behind_call && self.waits_behind_call(&tags) {
+        if self.after_call && self.waits_after_call(&tags) {
             return false;
         }
         let Some(found) = self.pass(&tags, Part::Text, parts) else { return false };
@@ -172,7 +172,7 @@ impl TagSplitter {
     }
 
     /// Removes white space between a call and the next tag. Returns true as long as only white space has arrived.
-    fn waits_behind_call(&mut self, tags: &[&str]) -> bool {
+    fn waits_after_call(&mut self, tags: &[&str]) -> bool {
         let (end, is_tag) = match find(&self.held, tags) {
             Found::Tag(_, at) => (at, true),
             Found::None(end) => (end, false),
@@ -180,7 +180,7 @@ impl TagSplitter {
         match self.held[..end].trim().is_empty() {
             true if is_tag => drop(self.held.drain(..end)),
             true => return true,
-            false => self.behind_call = false,
+            false => self.after_call = false,
         }
         false
     }
@@ -235,7 +235,7 @@ impl TagSplitter {
         let whole = std::mem::replace(&mut self.held, rest);
         self.state = State::Text;
         self.behind_tag = calls.is_some();
-        self.behind_call = calls.is_some();
+        self.after_call = calls.is_some();
         match calls {
             Some(calls) => {
                 self.in_section = parser.section.is_some();

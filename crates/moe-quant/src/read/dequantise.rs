@@ -73,6 +73,10 @@ impl<'a> FloatRows<'a> {
         let group = scheme.group_size(k);
         let groups = scheme.groups(k);
         self.matrix.read(rows, stored)?;
+        if self.places.is_some() {
+            // An input that no column stands for has the weight 0.
+            out.fill(0.0);
+        }
         let codes = stored.q.chunks_exact(k.max(1));
         for (row, (out, codes)) in out.chunks_exact_mut(self.inputs.max(1)).zip(codes).enumerate() {
             for (at, codes) in codes.chunks(group).enumerate() {
