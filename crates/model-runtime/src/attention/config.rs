@@ -5,6 +5,9 @@ use candle_nn::VarBuilder;
 use moe_kernels::Unread;
 use moe_kernels::names::AttentionNames;
 
+/// The most columns of all heads together. No model is near it, and products of sizes below it do not overflow.
+const MAX_COLUMNS: usize = 1 << 24;
+
 /// The elements over which the RMS norms of q and k are computed, before rotation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -164,6 +167,11 @@ impl AttentionConfig {
         }
         if head_dim == 0 || !head_dim.is_multiple_of(2) {
             bail!("attention: expected an even head_dim, got {head_dim}")
+        }
+        if num_heads.checked_mul(head_dim).is_none_or(|columns| columns > MAX_COLUMNS) {
+            bail!(
+                "attention: expected at most {MAX_COLUMNS} columns of all heads, got {num_heads} heads of {head_dim}"
+            )
         }
         let rotary_dim = self.rotary_dim;
         if rotary_dim == 0 || rotary_dim > head_dim || !rotary_dim.is_multiple_of(2) {

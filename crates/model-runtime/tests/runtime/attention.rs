@@ -206,6 +206,8 @@ fn wrong_configs_and_weights_are_refused() -> Result<()> {
     assert!(
         message(load(AttentionConfig { head_dim: 7, ..config.clone() })).contains("even head_dim, got 7")
     );
+    let e = message(load(AttentionConfig { head_dim: usize::MAX - 1, ..config.clone() }));
+    assert!(e.contains("expected at most 16777216 columns of all heads"), "{e}");
     let e = message(load(AttentionConfig { rotary_dim: 10, ..config.clone() }));
     assert!(e.contains("an even rotary_dim from 2 to head_dim = 8, got 10"), "{e}");
     assert!(message(load(AttentionConfig { sliding_window: Some(0), ..config.clone() })).contains("window"));
