@@ -31,8 +31,7 @@ struct Window {
 
   __device__ __forceinline__ Window(const CausalConvArgs& a, int channel) {
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i)
-      weight[i] = Values::load(a.weight + static_cast<size_t>(i) * a.channels + channel);
+    for (int i = 0; i < kWidth; ++i) weight[i] = Values::load(a.weight + static_cast<size_t>(i) * a.channels + channel);
   }
 
   /// Adds a row: the others become one row older.

@@ -178,8 +178,7 @@ __global__ void __launch_bounds__(kThreads) gated_delta(const GatedDeltaArgs a, 
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
-    if (at.begin + i < at.end)
-      fetch<kVectors>(ring[i], a, at.row(a, sizes, at.begin + i), at.column);
+    if (at.begin + i < at.end) fetch<kVectors>(ring[i], a, at.row(a, sizes, at.begin + i), at.column);
     cp_async_commit();
   }
   const int lane = threadIdx.x % 32, group = lane / kLanes;
@@ -198,8 +197,7 @@ __global__ void __launch_bounds__(kThreads) gated_delta(const GatedDeltaArgs a, 
     cp_async_wait<kStages - 2>();
     __syncthreads();  // everyone's copies of this row are there, and the stage of the row before is free
     const int next = row + kStages - 1;
-    if (next < at.end)
-      fetch<kVectors>(ring[(slot + kStages - 1) % kStages], a, at.row(a, sizes, next), at.column);
+    if (next < at.end) fetch<kVectors>(ring[(slot + kStages - 1) % kStages], a, at.row(a, sizes, next), at.column);
     cp_async_commit();
     const Stage<kRows>& stage = ring[slot];
     slot = (slot + 1) % kStages;
@@ -231,8 +229,7 @@ cudaError_t launch_delta(const GatedDeltaArgs& a, void* stream) {
   const int64_t blocks = static_cast<int64_t>(a.sequences) * a.value_heads * parts;
   if (blocks > INT32_MAX - kPaddingBlocks) return cudaErrorInvalidValue;
   const dim3 grid(static_cast<unsigned>(blocks) + kPaddingBlocks);
-  return launch(gated_delta<kVectors, kRows>, {grid, dim3(kThreads), stream}, a, parts,
-                static_cast<unsigned>(blocks));
+  return launch(gated_delta<kVectors, kRows>, {grid, dim3(kThreads), stream}, a, parts, static_cast<unsigned>(blocks));
 }
 
 template <bool kVectors>
@@ -247,8 +244,8 @@ cudaError_t launch_rows(const GatedDeltaArgs& a, void* stream) {
 
 cudaError_t gated_delta_registers(const GatedDeltaArgs& a, void* stream) {
   // The offsets of heads in a row are then multiples of 4, too.
-  const bool vectors = a.key_dim % 4 == 0 && a.value_dim % 4 == 0 && is_aligned(a.mixed) && is_aligned(a.states) &&
-                       is_aligned(a.out);
+  const bool vectors =
+      a.key_dim % 4 == 0 && a.value_dim % 4 == 0 && is_aligned(a.mixed) && is_aligned(a.states) && is_aligned(a.out);
   return vectors ? launch_rows<true>(a, stream) : launch_rows<false>(a, stream);
 }
 

@@ -11,9 +11,7 @@ constexpr int kQuantTileBytes = 512;
 constexpr int kQuantStep = 16;  // columns of a k-step
 
 /// Columns of a tile.
-__host__ __device__ constexpr int quant_tile_columns(QuantFormat format) {
-  return code_bits(format) == 4 ? 64 : 32;
-}
+__host__ __device__ constexpr int quant_tile_columns(QuantFormat format) { return code_bits(format) == 4 ? 64 : 32; }
 
 /// Calls f(Format<kFormat>) for the format of a pack.
 template <QuantFormat kFormat>
