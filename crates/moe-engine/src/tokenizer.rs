@@ -29,6 +29,7 @@ use limits::Parts;
 use steps::Steps;
 
 pub use bound::TooLong;
+pub use gguf_words::gguf_rule;
 pub use stream::TextStream;
 pub use token_bytes::TokenBytes;
 

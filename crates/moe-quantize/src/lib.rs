@@ -7,6 +7,7 @@ mod convert;
 mod dequantised;
 mod exceptions;
 mod fp4;
+mod gguf;
 mod gptq;
 mod job;
 mod loss;
@@ -22,6 +23,7 @@ mod write;
 
 pub use convert::quantize;
 pub use dequantised::Dequantised;
+pub use gguf::{GgufMix, quantize_gguf};
 pub use gptq::{Feedback, Hessian, NoFactor, gptq};
 pub use loss::{Loss, loss};
 pub use model::model_of;

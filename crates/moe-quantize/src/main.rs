@@ -1,6 +1,8 @@
 //! `moe-quantize`: quantised and random checkpoints from the command line; `cargo xtask quantize` runs it.
 #![forbid(unsafe_code)]
 
+mod format_arg;
+
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -10,8 +12,10 @@ use moe_engine::terminal::{note_error, print};
 use moe_quant::QuantGroup;
 use moe_quantize::{
     Calibration, FileFormat, Indivisible, Method, RandomSettings, Settings, TextSettings, loss, quantize,
-    random_checkpoint,
+    quantize_gguf, random_checkpoint,
 };
+
+use format_arg::{FormatArg, Written};
 
 #[derive(Parser)]
 #[command(name = "moe-quantize", about = "Makes quantised checkpoints of every family that moe runs")]
@@ -34,7 +38,7 @@ enum Command {
 struct QuantizeArgs {
     /// Checkpoint folder in f32, f16 or bf16.
     model: PathBuf,
-    /// Folder to write; it must not exist.
+    /// Folder to write, or GGUF file; it must not exist.
     out: PathBuf,
     #[command(flatten)]
     scheme: Scheme,
@@ -118,9 +122,9 @@ struct RandomArgs {
 /// The options that `quantize` and `random-checkpoint` have in common.
 #[derive(clap::Args)]
 struct Scheme {
-    /// Bits of an integer: 4 or 8.
-    #[arg(long, default_value_t = 4)]
-    bits: u8,
+    /// Bits of an integer: 4 or 8 (default: 4).
+    #[arg(long)]
+    bits: Option<u8>,
     /// Columns that share a scale: 32, 64, 128, or -1 for whole rows (default: 128; MXFP4 has 32, NVFP4 16).
     #[arg(long, allow_negative_numbers = true, value_parser = group)]
     group_size: Option<QuantGroup>,
@@ -137,17 +141,36 @@ struct Scheme {
     /// Modules that stay in floats, such as 'model.layers.*.self_attn.*'; may be repeated.
     #[arg(long, value_name = "PATTERN")]
     ignore: Vec<String>,
-    /// What becomes of layers whose sizes do not divide.
-    #[arg(long, value_enum, default_value = "refuse")]
-    indivisible: IndivisibleArg,
+    /// What becomes of layers whose sizes do not divide (default: refuse).
+    #[arg(long, value_enum)]
+    indivisible: Option<IndivisibleArg>,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-enum FormatArg {
-    Gptq,
-    CompressedTensors,
-    Mxfp4,
-    Nvfp4,
+impl QuantizeArgs {
+    /// Fails if a flag is given that has no meaning for GGUF files.
+    fn check_gguf(&self) -> anyhow::Result<()> {
+        let Scheme { bits, group_size, sym, asym, quantise_lm_head, ignore, indivisible } = &self.scheme;
+        let given = [
+            ("--bits", bits.is_some()),
+            ("--group-size", group_size.is_some()),
+            ("--sym", *sym),
+            ("--asym", *asym),
+            ("--quantise-lm-head", *quantise_lm_head),
+            ("--ignore", !ignore.is_empty()),
+            ("--indivisible", indivisible.is_some()),
+            ("--method gptq", matches!(self.method, MethodArg::Gptq)),
+            ("--calibration", self.calibration.is_some()),
+            ("--desc-act", self.desc_act),
+        ];
+        match given.iter().find(|(_, is_given)| *is_given) {
+            Some((flag, _)) => {
+                anyhow::bail!(
+                    "{flag} has no meaning for GGUF files, whose format fixes the type of each tensor"
+                )
+            }
+            None => Ok(()),
+        }
+    }
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -199,7 +222,7 @@ impl Scheme {
     fn settings(&self, format: FileFormat, method: Method, desc_act: bool) -> Settings {
         Settings {
             format,
-            bits: self.bits,
+            bits: self.bits.unwrap_or(4),
             group: self.group_size.unwrap_or(format.usual_group()),
             symmetric: !self.asym,
             desc_act,
@@ -207,9 +230,9 @@ impl Scheme {
             lm_head: self.quantise_lm_head,
             ignore: self.ignore.clone(),
             indivisible: match self.indivisible {
-                IndivisibleArg::Refuse => Indivisible::Refuse,
-                IndivisibleArg::Keep => Indivisible::Keep,
-                IndivisibleArg::Channel => Indivisible::Channel,
+                None | Some(IndivisibleArg::Refuse) => Indivisible::Refuse,
+                Some(IndivisibleArg::Keep) => Indivisible::Keep,
+                Some(IndivisibleArg::Channel) => Indivisible::Channel,
             },
         }
     }
@@ -218,11 +241,14 @@ impl Scheme {
 fn run(cli: &Cli) -> anyhow::Result<()> {
     match &cli.command {
         Command::Quantize(args) => {
-            let format = match args.format {
-                FormatArg::Gptq => FileFormat::Gptq,
-                FormatArg::CompressedTensors => FileFormat::CompressedTensors,
-                FormatArg::Mxfp4 => FileFormat::Mxfp4,
-                FormatArg::Nvfp4 => FileFormat::Nvfp4,
+            let format = match args.format.written() {
+                Written::Folder(format) => format,
+                Written::Gguf(mix) => {
+                    args.check_gguf()?;
+                    let report = quantize_gguf(&args.model, &args.out, mix)?;
+                    print(&format!("{}: {}\n", args.out.display(), report.text()))?;
+                    return Ok(());
+                }
             };
             let method = match (args.method, &args.calibration) {
                 (MethodArg::Gptq, Some(text)) => Method::Gptq(Calibration {
@@ -318,6 +344,31 @@ mod tests {
             let tried = Cli::try_parse_from(["moe-quantize", "quantize", "in", "out", flag]);
             let error = tried.map(drop).unwrap_err().to_string();
             assert!(!error.contains("unexpected argument"), "{flag}: {error}");
+        }
+    }
+
+    #[test]
+    fn flags_of_other_formats_are_refused_for_gguf() {
+        let check = |flags: &[&str]| {
+            let args = ["moe-quantize", "quantize", "in", "out.gguf", "--format", "gguf:Q4_K_M"];
+            match Cli::try_parse_from([&args[..], flags].concat()).unwrap().command {
+                Command::Quantize(args) => args.check_gguf().map_err(|error| error.to_string()),
+                _ => panic!("another command"),
+            }
+        };
+        assert_eq!(check(&[]), Ok(()));
+        for flags in [
+            &["--bits", "4"][..],
+            &["--group-size", "32"],
+            &["--asym"],
+            &["--quantise-lm-head"],
+            &["--ignore", "x"],
+            &["--indivisible", "keep"],
+            &["--method", "gptq", "--calibration", "x"],
+            &["--desc-act"],
+        ] {
+            let error = check(flags).unwrap_err();
+            assert!(error.starts_with(flags[0]) && error.contains("no meaning for GGUF"), "{error}");
         }
     }
 

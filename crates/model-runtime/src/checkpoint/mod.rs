@@ -44,7 +44,7 @@ pub use configs::Configs;
 pub use dummy::DummyWeights;
 pub use error::CheckpointError;
 pub use files::{TensorFiles, TensorInfo};
-pub use gguf::Gguf;
+pub use gguf::{Gguf, GgufNames, GgufPlace};
 pub use head::has_own_head;
 pub use layout::{HeldTensor, SharedPacks, TensorLayout};
 pub use layout_experts::{BiasStorage, StoredExperts};

@@ -1,7 +1,9 @@
 //! The rules by which byte-level tokenizers split a text into words, by their names in `tokenizer.ggml.pre`. They are
 //! the same rules as in the `tokenizer.json` files of the model families.
 
-use crate::error::{Result, bail};
+use serde_json::Value;
+
+use crate::error::{Context, Result, bail, ensure};
 
 /// A rule for words.
 pub(super) struct Words {
@@ -108,9 +110,107 @@ impl Words {
     }
 }
 
+/// Returns the name in `tokenizer.ggml.pre` of the rule by which a `tokenizer.json` splits texts into words.
+///
+/// # Errors
+/// The tokenizer is no byte-level BPE, or GGUF files have no name for its rule.
+pub fn gguf_rule(tokenizer: &Value) -> Result<&'static str> {
+    let model = &tokenizer["model"];
+    let is_bpe = model["type"] == "BPE" || model["type"].is_null() && model["merges"].is_array();
+    let kind = model["type"].as_str().unwrap_or("without a type");
+    ensure!(is_bpe, "the tokenizer is {kind}; expected a byte-level BPE");
+    let falls_back = model["byte_fallback"].as_bool().unwrap_or(false);
+    ensure!(
+        !falls_back,
+        "the tokenizer is a BPE of characters, as SentencePiece makes it; expected a byte-level BPE"
+    );
+    let mut patterns = Vec::new();
+    let is_byte_level = add_patterns(&tokenizer["pre_tokenizer"], &mut patterns)?;
+    ensure!(is_byte_level, "the tokenizer has no step `ByteLevel`; expected a byte-level BPE");
+    let composes = composes(&tokenizer["normalizer"])?;
+    let ignores_merges = model["ignore_merges"].as_bool().unwrap_or(false);
+    let wanted: Vec<String> = patterns.iter().map(|pattern| plain(pattern)).collect();
+    let is_same = |row: &&Words| {
+        let same = row.patterns.iter().map(|pattern| plain(pattern)).eq(wanted.iter().cloned());
+        same && row.composes == composes && row.ignores_merges == ignores_merges
+    };
+    let row = TABLE.iter().find(is_same).with_context(|| {
+        format!(
+            "GGUF files have no name for the rule by which the tokenizer splits texts: {patterns:?}, NFC {composes}, \
+             ignore_merges {ignores_merges}"
+        )
+    })?;
+    row.names.first().copied().context("the rule has no name")
+}
+
+/// Adds the patterns of a step, and returns whether the step ends with the byte alphabet.
+fn add_patterns(step: &Value, patterns: &mut Vec<String>) -> Result<bool> {
+    match step["type"].as_str().unwrap_or_default() {
+        "Sequence" => {
+            let mut is_byte_level = false;
+            for step in step["pretokenizers"].as_array().into_iter().flatten() {
+                is_byte_level |= add_patterns(step, patterns)?;
+            }
+            Ok(is_byte_level)
+        }
+        "Split" if step["behavior"] == "Isolated" && step["invert"] != true => {
+            let pattern =
+                step["pattern"]["Regex"].as_str().context("a step `Split` has no regular expression")?;
+            patterns.push(pattern.to_string());
+            Ok(false)
+        }
+        "Digits" if step["individual_digits"] == true => {
+            patterns.push(r"\p{N}".to_string());
+            Ok(false)
+        }
+        "ByteLevel" if step["add_prefix_space"] != true => {
+            if step["use_regex"] != false {
+                patterns.extend(GPT2.iter().map(|pattern| (*pattern).to_string()));
+            }
+            Ok(true)
+        }
+        _ => bail!("GGUF files have no name for a tokenizer with the step {step}"),
+    }
+}
+
+/// Returns whether a normalizer composes letters and marks.
+fn composes(normalizer: &Value) -> Result<bool> {
+    let steps = normalizer["normalizers"].as_array();
+    match (normalizer["type"].as_str(), steps.map(Vec::as_slice)) {
+        (None, _) | (Some("Sequence"), Some([])) => Ok(false),
+        (Some("NFC"), _) => Ok(true),
+        (Some("Sequence"), Some([step])) => composes(step),
+        _ => bail!("GGUF files have no name for a tokenizer with the normalizer {normalizer}"),
+    }
+}
+
+/// Returns a pattern with characters in the place of their numbers, `\x{4e00}`.
+fn plain(pattern: &str) -> String {
+    let mut parts = pattern.split(r"\x{");
+    let mut out = parts.next().unwrap_or_default().to_string();
+    for part in parts {
+        let character = part.split_once('}').and_then(|(number, rest)| {
+            let character = u32::from_str_radix(number, 16).ok().and_then(char::from_u32)?;
+            Some((character, rest))
+        });
+        match character {
+            Some((character, rest)) => {
+                out.push(character);
+                out.push_str(rest);
+            }
+            None => {
+                out.push_str(r"\x{");
+                out.push_str(part);
+            }
+        }
+    }
+    out
+}
+
 #[cfg(test)]
 mod tests {
     use fancy_regex::Regex;
+    use serde_json::json;
 
     use super::*;
 
@@ -132,6 +232,54 @@ mod tests {
         }
         cut.push(&piece[at..]);
         cut.into_iter().filter(|piece| !piece.is_empty()).map(String::from).collect()
+    }
+
+    /// A `tokenizer.json` as the reader of GGUF files makes it of a rule.
+    fn tokenizer(words: &Words) -> Value {
+        let mut steps: Vec<Value> = words.patterns.iter().map(|pattern| {
+            json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false})
+        }).collect();
+        steps.push(json!({"type": "ByteLevel", "add_prefix_space": false, "use_regex": false}));
+        json!({
+            "normalizer": words.composes.then(|| json!({"type": "NFC"})),
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+            "model": {"type": "BPE", "byte_fallback": false, "ignore_merges": words.ignores_merges, "merges": []},
+        })
+    }
+
+    #[test]
+    fn every_rule_is_found_by_its_patterns() {
+        for row in TABLE {
+            assert_eq!(gguf_rule(&tokenizer(row)).unwrap(), row.names[0]);
+        }
+        let mut usual = tokenizer(&TABLE[0]);
+        usual["pre_tokenizer"] = json!({"type": "ByteLevel", "add_prefix_space": false});
+        assert_eq!(gguf_rule(&usual).unwrap(), "gpt-2");
+        assert_eq!(plain(r"[\x{41}-\x{4e00}]\x{zz}"), "[A-\u{4e00}]\\x{zz}");
+    }
+
+    #[test]
+    fn other_tokenizers_have_no_rule() {
+        let changed = |key: &str, value: Value| {
+            let mut json = tokenizer(&TABLE[0]);
+            *json.pointer_mut(key).unwrap() = value;
+            gguf_rule(&json).unwrap_err().to_string()
+        };
+        for (key, value, problem) in [
+            ("/model/type", json!("Unigram"), "is Unigram; expected a byte-level BPE"),
+            ("/model/byte_fallback", json!(true), "as SentencePiece makes it"),
+            ("/model/ignore_merges", json!(true), "no name for the rule"),
+            ("/normalizer", json!({"type": "Lowercase"}), "with the normalizer"),
+            ("/pre_tokenizer", json!({"type": "Metaspace"}), "with the step"),
+            (
+                "/pre_tokenizer/pretokenizers/1",
+                json!({"type": "Digits", "individual_digits": true}),
+                "no step `ByteLevel`",
+            ),
+        ] {
+            let error = changed(key, value);
+            assert!(error.contains(problem), "{error}");
+        }
     }
 
     #[test]

@@ -41,18 +41,7 @@ impl Folder {
 
     /// Fails if fewer bytes than this number plus a margin are free.
     pub fn check_space(&self, bytes: u64) -> Result<()> {
-        let stat = rustix::fs::statvfs(&self.incomplete)
-            .with_context(|| format!("cannot ask for the free space at {}", self.incomplete.display()))?;
-        let free = stat.f_bavail.saturating_mul(stat.f_frsize);
-        if free < bytes + MARGIN {
-            bail!(
-                "{}: the checkpoint takes {} MB, but {} MB are free; make room, or choose another place",
-                self.out.display(),
-                (bytes + MARGIN) >> 20,
-                free >> 20
-            )
-        }
-        Ok(())
+        check_space(&self.incomplete, &self.out, bytes)
     }
 
     pub fn finish(mut self) -> Result<()> {
@@ -62,6 +51,22 @@ impl Folder {
         self.is_done = true;
         Ok(())
     }
+}
+
+/// Fails if fewer bytes than this number plus a margin are free at `place`. `out` is named in the error.
+pub fn check_space(place: &Path, out: &Path, bytes: u64) -> Result<()> {
+    let stat = rustix::fs::statvfs(place)
+        .with_context(|| format!("cannot ask for the free space at {}", place.display()))?;
+    let free = stat.f_bavail.saturating_mul(stat.f_frsize);
+    if free < bytes + MARGIN {
+        bail!(
+            "{}: the checkpoint takes {} MB, but {} MB are free; make room, or choose another place",
+            out.display(),
+            (bytes + MARGIN) >> 20,
+            free >> 20
+        )
+    }
+    Ok(())
 }
 
 impl Drop for Folder {

@@ -12,6 +12,7 @@ use moe_quant::write::StoredSpec;
 use serde_json::{Value, json};
 
 use folder::Folder;
+pub use folder::check_space;
 use shard::Shard;
 
 /// The name of the file if the checkpoint has one file only. Such a checkpoint needs no index.

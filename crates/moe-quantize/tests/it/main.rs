@@ -6,6 +6,7 @@ mod calibration;
 mod checkpoints;
 mod dequantised;
 mod fp4;
+mod gguf;
 mod random;
 mod refusals;
 mod rounding;

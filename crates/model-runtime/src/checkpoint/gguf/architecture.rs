@@ -27,6 +27,8 @@ pub(super) struct Architecture {
     pub rotates_parts: bool,
     /// Its layers may differ in what they see of a sequence.
     pub layers: Layers,
+    /// llama.cpp's name of the norm between attention and MLP in files of the family.
+    pub mlp_norm: &'static str,
 }
 
 /// A family's layers may differ in what they see of a sequence.
@@ -118,6 +120,9 @@ pub(super) const READ_OTHERWISE: &[&str] = &[
     "nextn_predict_layers",
 ];
 
+/// The name of the norm between attention and MLP in newer families.
+pub(super) const POST_NORM: &str = "post_attention_norm";
+
 const USUAL: Architecture = Architecture {
     name: "",
     model_type: "",
@@ -129,6 +134,7 @@ const USUAL: Architecture = Architecture {
     is_latent: false,
     rotates_parts: false,
     layers: Layers::Alike,
+    mlp_norm: "ffn_norm",
 };
 
 /// `expert_gating_func`: a softmax of all scores, and the sigmoid of each.
@@ -177,6 +183,7 @@ const QWEN3_NEXT: Architecture = Architecture {
     fixed: &[("norm_topk_prob", Fixed::Bool(true))],
     rotates_parts: true,
     layers: Layers::Linear,
+    mlp_norm: POST_NORM,
     ..USUAL
 };
 
@@ -233,6 +240,7 @@ const TABLE: &[Architecture] = &[
         ],
         fixed: &[("scoring_func", Fixed::Text("sigmoid"))],
         rotates_parts: true,
+        mlp_norm: POST_NORM,
         ..USUAL
     },
     Architecture {
@@ -253,6 +261,7 @@ const TABLE: &[Architecture] = &[
             ("attention.sliding_window", "sliding_window"),
         ],
         layers: Layers::Sliding,
+        mlp_norm: POST_NORM,
         ..USUAL
     },
     QWEN3_NEXT,
@@ -280,6 +289,16 @@ impl Architecture {
     /// The row of this name, for files with this `expert_gating_func`.
     pub fn find(name: &str, gating: Option<u64>) -> Option<&'static Self> {
         TABLE.iter().find(|row| row.name == name && (row.gating.is_none() || row.gating == gating))
+    }
+
+    /// The row of a `model_type` of config.json.
+    pub fn of_model_type(model_type: &str) -> Option<&'static Self> {
+        TABLE.iter().find(|row| row.model_type == model_type)
+    }
+
+    /// Every row.
+    pub fn all() -> impl Iterator<Item = &'static Self> {
+        TABLE.iter()
     }
 }
 

@@ -13,8 +13,10 @@ mod parts;
 mod rope;
 mod tensors;
 mod values;
+mod written;
 
 pub use architecture::architectures;
 pub(in crate::checkpoint) use config::GgufContents;
 pub use file::{Gguf, GgufTensor};
 pub use header::holds_header;
+pub use written::{GgufNames, GgufPlace};

@@ -4,18 +4,18 @@ use std::collections::HashMap;
 
 use moe_kernels::names::TensorNames;
 
-use super::architecture::{Architecture, Layers};
+use super::architecture::{Architecture, Layers, POST_NORM};
 use crate::checkpoint::change::Change;
 
 /// The names of a family's tensors by those in GGUF files.
 pub(super) struct Names {
-    names: TensorNames,
+    pub(super) names: TensorNames,
     /// Whether norms are stored as 1 + weight.
     adds_one: bool,
     /// Modules of a layer by their names in files, without `blk.N.`.
-    modules: HashMap<&'static str, String>,
+    pub(super) modules: HashMap<&'static str, String>,
     /// The tensors of a layer whose endings differ, too, by their names in files, without `blk.N.`.
-    tensors: HashMap<&'static str, String>,
+    pub(super) tensors: HashMap<&'static str, String>,
     /// Matrices of experts by their names in files.
     experts: HashMap<&'static str, Vec<&'static str>>,
 }
@@ -48,7 +48,7 @@ impl Names {
             ("attn_norm", names.input_norm.to_string()),
             ("ffn_norm", names.post_attention_norm.to_string()),
             // The name of the same norm in newer families.
-            ("post_attention_norm", names.post_attention_norm.to_string()),
+            (POST_NORM, names.post_attention_norm.to_string()),
             ("attn_q", format!("{attention}.{}", heads.q)),
             ("attn_k", format!("{attention}.{}", heads.k)),
             ("attn_v", format!("{attention}.{}", heads.v)),
@@ -140,9 +140,7 @@ impl Names {
     fn change(&self, name: &str) -> Change {
         match name {
             "ssm_a" => Change::LogOfNegative,
-            "attn_norm" | "post_attention_norm" | "attn_q_norm" | "attn_k_norm" | "output_norm"
-                if self.adds_one =>
-            {
+            "attn_norm" | POST_NORM | "attn_q_norm" | "attn_k_norm" | "output_norm" if self.adds_one => {
                 Change::MinusOne
             }
             _ => Change::None,
