@@ -88,9 +88,9 @@ impl<'a> Chunk<'a> {
         mut out: &mut [u8],
     ) -> Result<(), CheckpointError> {
         for piece in &self.0 {
-            let (here, behind) = out.split_at_mut(piece.elements() * wanted.size_in_bytes());
+            let (here, after) = out.split_at_mut(piece.elements() * wanted.size_in_bytes());
             piece.read(wanted, scratch, here)?;
-            out = behind;
+            out = after;
         }
         Ok(())
     }
@@ -116,10 +116,10 @@ impl Piece<'_> {
         scratch.resize(span.len(), 0);
         file.read_at(&span, scratch)?;
         for run in &self.runs {
-            let (here, behind) = out.split_at_mut(run.len() * wanted.size_in_bytes());
+            let (here, after) = out.split_at_mut(run.len() * wanted.size_in_bytes());
             let bytes = &scratch[(run.start - first.start) * size..(run.end - first.start) * size];
             decode::into_bytes(bytes, stored, wanted, here);
-            out = behind;
+            out = after;
         }
         Ok(())
     }

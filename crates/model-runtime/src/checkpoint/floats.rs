@@ -139,9 +139,9 @@ impl QuantTensors {
             let rows = (staging.buffer_len() / (k * dtype.size_in_bytes()).max(1)).clamp(1, ROWS);
             for first in (0..n).step_by(rows) {
                 let rows = first..n.min(first + rows);
-                let (here, behind) = rest.split_at(rows.len() * k)?;
+                let (here, after) = rest.split_at(rows.len() * k)?;
                 loads.push((part, rows, here));
-                rest = behind;
+                rest = after;
             }
         }
         type Load<'a, 'b> = ((&'a FloatPart<'b>, &'a FloatRows<'a>), Range<usize>, ViewMut<'a>);

@@ -15,8 +15,8 @@ pub(super) const TIED: &str = "tie_word_embeddings";
 const PIECE: usize = 1 << 20;
 
 /// Whether a checkpoint has a vocabulary projection with other values than its embedding. If so, the projection is
-/// used, whatever config.json says, as in transformers. A quantised projection never has the same values as the
-/// embedding.
+/// used, even if config.json says that it is tied, as in transformers. A quantised projection never has the same values
+/// as the embedding.
 ///
 /// Both tensors are read up to the first difference. If one of them is missing, or their shapes differ, a projection
 /// that is there counts as a separate one, because the list of tensors needs it.

@@ -65,7 +65,7 @@ pub struct Checkpoint {
     /// The weights.
     pub tensors: TensorFiles,
     /// The model's config. If the file has its own vocabulary projection, this config says that the projection is not
-    /// tied, whatever the file `config.json` says ([`has_own_head`]).
+    /// tied, even if the file `config.json` says that it is ([`has_own_head`]).
     pub config: Config,
     /// Defaults for generation, if the checkpoint has any.
     pub generation_config: Option<Config>,

@@ -33,9 +33,9 @@ impl TensorFiles {
         // Neither the stored elements of a chunk nor the converted ones are longer than a buffer.
         let widest = parts.iter().map(Part::size).fold(wanted.size_in_bytes(), usize::max);
         for chunk in chunks(&parts, staging.buffer_len() / widest) {
-            let (here, behind) = rest.split_at(chunk.elements())?;
+            let (here, after) = rest.split_at(chunk.elements())?;
             loads.push((chunk, here));
-            rest = behind;
+            rest = after;
         }
         let load = |scratch: &mut Vec<u8>, (chunk, here): (Chunk, ViewMut)| {
             staging.put(here, |out| Ok(chunk.read(wanted, scratch, out)?))

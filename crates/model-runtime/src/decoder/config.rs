@@ -1,11 +1,11 @@
-//! The sizes and options of a decoder apart from its attention, and the names of its tensors.
+//! The sizes and options of a decoder other than the sizes of its attention, and the names of its tensors.
 
 use moe_kernels::names::TensorNames;
 use moe_layer::{Activation, RouterConfig};
 
 use crate::config::{Config, ConfigError, RopeConfig, checked_product, limits};
 
-/// Sizes and options of a decoder: what a config says apart from its attention. The default has no layers and no
+/// Sizes and options of a decoder: everything in a config that is not about attention. The default has no layers and no
 /// sizes, and the usual options of dense decoders: SwiGLU, norms with an epsilon of 1e-6, a vocabulary projection of
 /// its own. A family fills in the rest, so that a further option needs no change there:
 ///

@@ -95,7 +95,7 @@ impl StateLayout {
 pub enum LayerState {
     /// Keys and values of each token, in the blocks that the sequence owns.
     Paged(KvLayout),
-    /// A state of a fixed size, whatever the number of tokens.
+    /// A state whose size does not depend on the number of tokens.
     Recurrent(StateLayout),
 }
 

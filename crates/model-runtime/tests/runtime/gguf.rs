@@ -239,7 +239,7 @@ fn a_folder_of_several_models_is_an_error_with_their_names() {
     assert_eq!(Gguf::find(dir.path()).unwrap(), None, "the usual weights count");
 }
 
-/// Whatever bytes of a header are others: an error or a checkpoint whose tensors can be read, and no panic.
+/// If bytes of a header are changed, the result is an error or a checkpoint whose tensors can be read, and no panic.
 #[test]
 fn changed_bytes_never_panic() {
     let bytes = model().bytes();

@@ -68,7 +68,7 @@ fn windows_are_where_the_pattern_says() {
     let short = types(Meta::Bools(vec![true])).unwrap_err();
     assert!(short.contains(&format!("`{KEY}`: expected an entry for each of 2 layers, got 1")), "{short}");
     let many = vec![("gpt-oss.block_count", Meta::U64(u64::MAX)), (KEY, Meta::U32(2))];
-    assert!(!with(gpt_oss(), many).unwrap().has("layer_types"), "the family refuses so many layers");
+    assert!(!with(gpt_oss(), many).unwrap().has("layer_types"), "the family refuses this number of layers");
     assert!(types(Meta::Text("all".into())).unwrap_err().contains("a truth value for each layer"));
     let base = with(gpt_oss(), vec![("gpt-oss.rope.freq_base_swa", Meta::F32(5e4))]).unwrap_err();
     assert!(base.contains("`gpt-oss.rope.freq_base_swa`: expected 10000"), "{base}");
@@ -91,7 +91,7 @@ fn context_is_extended_as_the_file_says() {
     let RopeScaling::Yarn(scaling) = &read.scaling else { panic!("{:?}", read.scaling) };
     assert_eq!((read.theta, scaling.factor, scaling.original_max_position_embeddings), (150000.0, 32.0, 16));
     assert_eq!((scaling.beta_fast, scaling.beta_slow, scaling.truncate), (24.0, 1.0, false));
-    // A file that says nothing has no scaling, whatever config.json's default is.
+    // A file that says nothing has no scaling, although the default of config.json may have one.
     let plain = rope(&with(gpt_oss(), vec![]).unwrap());
     assert_eq!((plain.theta, plain.scaling), (10000.0, RopeScaling::Default));
     let unused = vec![("gpt-oss.rope.scaling.type", Meta::Text("linear".into()))];

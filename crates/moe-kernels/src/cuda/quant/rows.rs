@@ -35,9 +35,9 @@ pub(super) fn pack(
     let mut zero_chunks = zeros.chunks_mut((chunk * zeros_per_row).max(1));
     for (i, scales) in scales.chunks_mut((chunk * scales_per_row).max(1)).enumerate() {
         let here = chunk.min(rows - i * chunk) * row_bytes;
-        let (to, behind) = rest.split_at(here)?;
+        let (to, after) = rest.split_at(here)?;
         places.push((i * chunk, to, scales, zero_chunks.next().unwrap_or_default()));
-        rest = behind;
+        rest = after;
     }
     let fill = |scratch: &mut TileScratch, (first, to, scales, zeros): Place| {
         staging.put(to, |bytes| {
