@@ -68,8 +68,9 @@ pub struct LogicalRows {
     pub minimum_levels: TwoLevels,
 }
 
-/// Scales, or minima, as products: factor\[n\]\[g\] * shared\[n\]\[g / groups\], `groups` those of
-/// [`Levels::Two`](crate::Levels::Two), or of [`Levels::Fp8`](crate::Levels::Fp8) all groups of a row.
+/// Scales, or minima, as products: factor\[n\]\[g\] * shared\[n\]\[g / groups\]. `groups` is the number in
+/// [`Levels::Two`](crate::Levels::Two). With [`Levels::Fp8`](crate::Levels::Fp8) it is the number of all groups of a
+/// row.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TwoLevels {
     /// [rows, groups]: integers with a sign, or E4M3 floats that are not NaN, as bytes.

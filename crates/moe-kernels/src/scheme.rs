@@ -40,9 +40,9 @@ pub struct QuantScheme {
 pub enum Levels {
     /// One float.
     One,
-    /// Two, which are multiplied: an integer of 8 bits with a sign of its own, and an f16 that so many consecutive
-    /// groups of a row share (a power of two), as in the super-blocks of ggml's K types. Their product is exact in
-    /// f32.
+    /// Two, which are multiplied: an integer of 8 bits with a sign of its own, and an f16 that this number of
+    /// consecutive groups of a row share (a power of two), as in the super-blocks of ggml's K types. Their product is
+    /// exact in f32.
     Two(usize),
     /// Two, which are multiplied in f32: a float of 8 bits, E4M3, and an f32 that all groups of a row share, as in
     /// NVFP4.
@@ -138,7 +138,7 @@ impl QuantScheme {
         Self { offset: Offset::Minimum, ..self }
     }
 
-    /// The same format whose scales, and minima, are products of an integer and an f16 that so many groups share.
+    /// The same format whose scales, and minima, are products of an integer and an f16 that `groups` groups share.
     pub const fn with_shared_scales(self, groups: usize) -> Self {
         Self { levels: Levels::Two(groups), ..self }
     }

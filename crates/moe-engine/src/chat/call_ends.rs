@@ -1,13 +1,14 @@
 //! Finds the end of a tool call: the first closing tag that is neither in a string of JSON nor in an argument.
 
 use super::parsers::{ArgumentTags, CallBody, CallParser};
+use super::raw;
 
 /// Returns where the closing tag of a call begins, or where its JSON ends if the form has no closing tag. The body of
 /// the call begins at `begin`. Returns `None` if the end has not arrived yet.
 pub(super) fn end(parser: &CallParser, text: &str, begin: usize) -> Option<usize> {
     match &parser.body {
-        CallBody::Object | CallBody::Named { .. } => behind_strings(parser, text, begin),
-        CallBody::Arguments(tags) => behind_arguments(parser, tags, text, begin),
+        CallBody::Object | CallBody::Named { .. } => after_strings(parser, text, begin),
+        CallBody::Arguments(tags) => after_arguments(parser, tags, text, begin),
         CallBody::Untagged => untagged(text, begin),
         CallBody::Channel => None,
     }
@@ -22,7 +23,7 @@ pub(super) fn any_end(parser: &CallParser, text: &str, begin: usize) -> Option<u
 }
 
 /// Returns the first closing tag that is not in a string.
-fn behind_strings(parser: &CallParser, text: &str, begin: usize) -> Option<usize> {
+fn after_strings(parser: &CallParser, text: &str, begin: usize) -> Option<usize> {
     let mut in_string = false;
     let mut escaped = false;
     let first = parser.close.as_bytes()[0];
@@ -42,7 +43,7 @@ fn behind_strings(parser: &CallParser, text: &str, begin: usize) -> Option<usize
 }
 
 /// Returns the first closing tag that is not in an argument.
-fn behind_arguments(parser: &CallParser, tags: &ArgumentTags, text: &str, begin: usize) -> Option<usize> {
+fn after_arguments(parser: &CallParser, tags: &ArgumentTags, text: &str, begin: usize) -> Option<usize> {
     let mut from = begin;
     loop {
         let close = text[from..].find(parser.close).map(|at| from + at);
@@ -62,36 +63,12 @@ fn untagged(text: &str, begin: usize) -> Option<usize> {
     let body = &text[begin..];
     let json = body.len() - body.trim_start().len();
     if body[json..].starts_with('[') {
-        return json_end(&body[json..]).map(|len| begin + json + len);
+        return raw::closed_len(&body[json..]).map(|len| begin + json + len);
     }
     let is_head = |c: char| c.is_alphanumeric() || matches!(c, '_' | '-' | '.' | '[' | ']' | ' ' | '\n');
     match body.find(|c| !is_head(c)) {
-        Some(at) if body[at..].starts_with('{') => json_end(&body[at..]).map(|len| begin + at + len),
+        Some(at) if body[at..].starts_with('{') => raw::closed_len(&body[at..]).map(|len| begin + at + len),
         Some(_) => Some(begin),
         None => None,
     }
-}
-
-/// Returns the length of the object or list at the beginning of a text, or `None` if it does not end.
-fn json_end(text: &str) -> Option<usize> {
-    let mut depth = 0usize;
-    let mut in_string = false;
-    let mut escaped = false;
-    for (at, byte) in text.bytes().enumerate() {
-        match byte {
-            _ if escaped => escaped = false,
-            b'\\' if in_string => escaped = true,
-            b'"' => in_string = !in_string,
-            _ if in_string => {}
-            b'{' | b'[' => depth += 1,
-            b'}' | b']' => {
-                depth = depth.saturating_sub(1);
-                if depth == 0 {
-                    return Some(at + 1);
-                }
-            }
-            _ => {}
-        }
-    }
-    None
 }

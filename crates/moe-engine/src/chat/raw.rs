@@ -9,13 +9,13 @@ pub fn field<'a>(json: &'a str, name: &str) -> Option<&'a str> {
     let mut found = None;
     let mut rest = json.trim_start().strip_prefix('{')?.trim_start();
     while rest.starts_with('"') {
-        let (key, behind) = rest.split_at(string_len(rest)?);
-        let value = behind.trim_start().strip_prefix(':')?.trim_start();
-        let (text, behind) = value.split_at(value_len(value)?);
+        let (key, after) = rest.split_at(string_len(rest)?);
+        let value = after.trim_start().strip_prefix(':')?.trim_start();
+        let (text, after) = value.split_at(value_len(value)?);
         if serde_json::from_str::<String>(key).ok()? == name {
             found = Some(text.trim_end());
         }
-        rest = behind.strip_prefix(',').unwrap_or_default().trim_start();
+        rest = after.strip_prefix(',').unwrap_or_default().trim_start();
     }
     found
 }
@@ -26,9 +26,9 @@ pub fn items(json: &str) -> Option<Vec<&str>> {
     let mut rest = json.trim().strip_prefix('[')?.trim_start();
     let mut items = Vec::new();
     while !rest.starts_with(']') {
-        let (item, behind) = rest.split_at(value_len(rest)?);
+        let (item, after) = rest.split_at(value_len(rest)?);
         items.push(item.trim_end());
-        rest = behind.strip_prefix(',').unwrap_or(behind).trim_start();
+        rest = after.strip_prefix(',').unwrap_or(after).trim_start();
     }
     Some(items)
 }
@@ -125,6 +125,26 @@ fn value_len(text: &str) -> Option<usize> {
     None
 }
 
+/// Returns the length of the object or list at the beginning of a text, or `None` if it does not end.
+pub fn closed_len(text: &str) -> Option<usize> {
+    let mut depth = 0usize;
+    let mut at = 0;
+    while let Some(byte) = text.as_bytes().get(at) {
+        match byte {
+            b'"' => {
+                at += string_len(&text[at..])?;
+                continue;
+            }
+            b'{' | b'[' => depth += 1,
+            b'}' | b']' if depth <= 1 => return Some(at + 1),
+            b'}' | b']' => depth -= 1,
+            _ => {}
+        }
+        at += 1;
+    }
+    None
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -146,6 +166,13 @@ mod tests {
         assert_eq!(items.unwrap(), [r#"{"a": "],"}"#, "[1, 2]", "1.50"]);
         assert_eq!(super::items("[]"), Some(vec![]));
         assert_eq!((super::items("[1"), super::items("{}")), (None, None));
+    }
+
+    #[test]
+    fn an_object_ends_with_its_last_bracket() {
+        assert_eq!(closed_len(r#"{"a": "}\"]", "b": [{}]} and more"#), Some(24));
+        assert_eq!(closed_len("[[1], [2]], 3"), Some(10));
+        assert_eq!((closed_len(r#"{"a": ""#), closed_len("[{}")), (None, None));
     }
 
     #[test]

@@ -18,7 +18,7 @@ use crate::scheme::{Levels, QuantScheme};
 pub enum QuantUse {
     /// A dense product.
     Linear,
-    /// A product whose K is cut into so many equal segments, each summed by itself, so that ranks may share it:
+    /// A product whose K is cut into equal segments. Each segment is summed by itself, so that ranks may share it:
     /// [`row_parallel_segments`](crate::row_parallel_segments) of the whole K; of a rank's part, its share of them.
     RowParallel {
         /// Segments of this matrix' K.

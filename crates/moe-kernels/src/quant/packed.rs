@@ -158,7 +158,7 @@ impl<'a, T: Float> SharedView<'a, T> {
 }
 
 impl ScalesView<'_> {
-    /// Asks for the scales of a group of the panel that lies so many behind this one.
+    /// Prefetches the scales of a group of the panel that comes `panels` after this one.
     #[inline(always)]
     pub(crate) fn ask<S: Simd>(self, s: S, group: usize, panels: usize) {
         match self {

@@ -172,7 +172,7 @@ impl<C: Float> Panel<'_, C> {
     }
 }
 
-/// Refuses rows whose sizes or values are not those of the scheme.
+/// Refuses rows whose sizes or values do not fit the scheme.
 pub(super) fn check_rows(scheme: QuantScheme, width: usize, rows: &LogicalRows, count: usize) -> Result<()> {
     let values = count * width;
     let groups = count * scheme.groups(width);
@@ -209,7 +209,7 @@ pub(super) fn check_rows(scheme: QuantScheme, width: usize, rows: &LogicalRows, 
     Ok(())
 }
 
-/// Refuses levels of scales whose numbers are not those of the scheme.
+/// Refuses levels of scales whose numbers do not fit the scheme.
 fn check_levels(scheme: QuantScheme, rows: &LogicalRows, count: usize, width: usize) -> Result<()> {
     let shared = count * scheme.shared_scales(width);
     let factors = if shared > 0 { count * scheme.groups(width) } else { 0 };

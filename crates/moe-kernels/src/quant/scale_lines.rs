@@ -32,7 +32,7 @@ pub(super) struct RowScales<'a> {
 }
 
 impl<C: Float> Buffer<C> {
-    /// Zeros for so many panels.
+    /// Zeros for `panels` panels.
     pub(super) fn new(scheme: QuantScheme, panels: usize, len: ScaleCounts) -> Self {
         let floats = vec![C::default(); if scheme.levels == Levels::One { panels * len.groups } else { 0 }];
         let factors = vec![0; if floats.is_empty() { panels * len.groups } else { 0 }];
@@ -68,7 +68,7 @@ pub(super) struct Panels<'a, C> {
 }
 
 impl<'a, C> Panels<'a, C> {
-    /// The lines of the next panel; empty ones behind the last.
+    /// The lines of the next panel, or empty lines after the last one.
     pub(super) fn next(&mut self) -> Lines<'a, C> {
         Lines {
             floats: take(&mut self.floats, self.len.groups),
@@ -104,7 +104,7 @@ impl<C: Float> Lines<'_, C> {
 }
 
 impl RowScales<'_> {
-    /// The values of the row among those of all rows.
+    /// Where the values of the row are among the values of all rows.
     fn of<'a, T>(&self, all: &'a [T]) -> &'a [T] {
         let len = all.len() / self.count.max(1);
         &all[self.lane * len..(self.lane + 1) * len]

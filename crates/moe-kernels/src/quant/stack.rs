@@ -102,15 +102,16 @@ impl QuantStack {
     ///
     /// # Errors
     /// A matrix or a row that does not exist; another length of `out`.
-    pub(crate) fn dequantise_into(&self, e: usize, mut row: usize, out: &mut [f32]) -> Result<()> {
+    pub(crate) fn dequantise_into(&self, e: usize, row: usize, out: &mut [f32]) -> Result<()> {
+        let mut place = row;
         for matrix in &self.matrices {
             let [_, rows, _] = matrix.dims();
-            if row < rows {
-                return matrix.dequantise_into(e, row..row + 1, out);
+            if place < rows {
+                return matrix.dequantise_into(e, place..place + 1, out);
             }
-            row -= rows;
+            place -= rows;
         }
-        bail!("expected a row of {:?}, got one {row} behind the last", self.dims)
+        bail!("expected a row of {:?}, got row {row}", self.dims)
     }
 
     /// Panels of all matrices together.

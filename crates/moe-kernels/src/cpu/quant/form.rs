@@ -50,7 +50,7 @@ pub(super) struct Rows<'a> {
     pub words: &'a [u32],
     /// Words of a row.
     pub row_words: usize,
-    /// Words of a row before those of the matrix that is multiplied.
+    /// Words of a row before the words of the matrix that is multiplied.
     pub first: usize,
     /// Whether all scales are [in range](super::shift).
     pub are_in_range: bool,

@@ -4,7 +4,7 @@ use crate::codes::IntBook;
 use crate::cpu::simd::{LANES, Simd};
 use crate::cpu::tile::CACHE_LINE;
 
-/// The words of packed integers, 8 columns of 16 rows. `quant/places.rs` says where each lies.
+/// The words of packed integers, 8 columns of 16 rows. `quant/places.rs` says where each one is.
 pub(super) trait Quants: Copy + Send + Sync {
     /// Bytes of a step of a panel.
     const STEP_BYTES: usize;
@@ -97,8 +97,8 @@ impl Quants for Sixes {
     }
 }
 
-/// The nibbles of a step with the upper bits, which stand at bit 4 of each byte, those of the second vector `BITS`
-/// higher.
+/// The nibbles of a step, and their upper bits. The upper bits begin at bit 4 of each byte; for the second vector they
+/// are `BITS` bits higher.
 #[inline(always)]
 fn with_upper<S: Simd, const BITS: u32>(s: S, lower: &[u8], upper: S::Raw) -> [S::Raw; 2] {
     let mask = ((1 << BITS) - 1) * 0x1010_1010;
