@@ -7,9 +7,9 @@ import bench_order
 
 from bench_experts import LINEARS, E, H, I, K, O, QKV, Inputs
 from library import BF16, F32, graph_us
-from quant_pack import FP8_BLOCK, INT4_128, INT4_32Z, INT8_128, RawPack, pack_fields
+from quant_pack import FP8_BLOCK, INT4_128, INT4_32Z, INT8_128, MXFP4, NVFP4_16, RawPack, pack_fields
 
-SCHEMES = [None, INT4_128, INT4_32Z, INT8_128, FP8_BLOCK]  # None: bf16
+SCHEMES = [None, INT4_128, INT4_32Z, INT8_128, FP8_BLOCK, MXFP4, NVFP4_16]  # None: bf16
 SETS = 4
 
 

@@ -8,7 +8,7 @@ use moe_kernels::{Buffer, Exec, NO_EXPERT, QuantGroup, QuantScheme, quantised_to
 use crate::common::*;
 use crate::definition::{Operand, relative_error};
 use crate::packs::{Packs, Routing, routings};
-use crate::quant::matrices::{fp8, int};
+use crate::quant::matrices::{fp4, fp8, int};
 use crate::quant::order;
 
 /// A step over experts.
@@ -286,12 +286,15 @@ fn quantised_experts_are_those_of_their_definition() {
         (true, Tensor, 3, 1),
         (false, Wide, 3, 300),
     ];
-    let schemes: [QuantScheme; 8] = [
+    let [mxfp4, nvfp4] = fp4();
+    let schemes: [QuantScheme; 10] = [
         int(4, 128, false, false),
+        mxfp4,
         int(4, 32, true, false),
         int(4, 0, false, false),
         int(8, 64, true, false),
         int(8, 0, true, false),
+        nvfp4,
         fp8(QuantGroup::Block { n: 128, k: 128 }),
         fp8(QuantGroup::Channel),
         fp8(QuantGroup::Tensor),
@@ -308,6 +311,34 @@ fn quantised_experts_are_those_of_their_definition() {
         let packs = Packs::new(&mut rng, 12, [hidden, inter], Some(int(4, 64, true, true)));
         for tokens in small([1, 9, 70], 9, |tokens| *tokens) {
             check(&mut rng, (QuantAny, [12, 3, hidden, inter], tokens), &packs, &cuda());
+        }
+    }
+}
+
+/// Sizes of FP4 that are no multiples of 128, as those of gpt-oss (2,880).
+#[test]
+fn experts_in_fp4_of_any_multiple_of_64_are_those_of_their_definition() {
+    use ExpertsForm::{OneLaunch, Stream, Tensor, Wide};
+    let mut rng = Rng::new();
+    let forms: [(bool, ExpertsForm, usize, usize); 10] = [
+        (false, OneLaunch, 4, 1),
+        (false, OneLaunch, 3, 4),
+        (false, Stream, 9, 4),
+        (false, Tensor, 4, 5),
+        (false, Tensor, 4, 20),
+        (false, Tensor, 4, 30),
+        (false, Tensor, 4, 64),
+        (false, Tensor, 4, 160),
+        (true, Tensor, 4, 9),
+        (false, Wide, 4, 240),
+    ];
+    for [hidden, inter] in small([[64, 192], [320, 64], [2880, 192], [192, 2880]], 64, |size| size[0]) {
+        for scheme in fp4() {
+            let packs = Packs::new(&mut rng, 12, [hidden, inter], Some(scheme));
+            for (invariant, form, top_k, tokens) in small(forms, 9, |form| form.3) {
+                let case = (form, [12, top_k, hidden, inter], tokens);
+                check(&mut rng, case, &packs, &cuda().with_batch_invariant(invariant));
+            }
         }
     }
 }
@@ -355,7 +386,8 @@ fn tiles_of_every_height_are_computed() {
     let mut rng = Rng::new();
     let step = if tiny() { 21 } else { 7 };
     let counts: Vec<usize> = (1..if tiny() { 130 } else { 600 }).step_by(step).collect();
-    let schemes = [None, Some(int(4, 128, false, false)), Some(fp8(QuantGroup::Block { n: 128, k: 128 }))];
+    let block = fp8(QuantGroup::Block { n: 128, k: 128 });
+    let schemes = [None, Some(int(4, 128, false, false)), Some(block), Some(fp4()[0]), Some(fp4()[1])];
     for [hidden, inter] in small([[128, 128], [512, 256]], 128, |size| size[0]) {
         for scheme in schemes {
             let packs = Packs::new(&mut rng, counts.len(), [hidden, inter], scheme);

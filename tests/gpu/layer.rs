@@ -11,7 +11,7 @@ use crate::common::*;
 use crate::definition::{product, relative_error};
 use crate::gates::{Case, Rule};
 use crate::packs::Packs;
-use crate::quant::matrices::{fp8, int};
+use crate::quant::matrices::{fp4, fp8, int};
 
 const EPS: f32 = 1e-6;
 
@@ -151,11 +151,15 @@ fn layers() -> Vec<(Option<QuantScheme>, Sizes)> {
         ([200, 4], [1024, 128]),
         ([8, 8], [2048, 768]),
     ];
-    let schemes =
-        [int(4, 128, false, false), int(8, 0, true, false), fp8(QuantGroup::Block { n: 128, k: 128 })];
+    let [mxfp4, nvfp4] = fp4();
+    let block = fp8(QuantGroup::Block { n: 128, k: 128 });
+    let schemes = [int(4, 128, false, false), int(8, 0, true, false), block, mxfp4, nvfp4];
     let quantised = [([12, 3], [128, 128]), ([6, 2], [384, 256]), ([16, 8], [1024, 384])];
     let quantised = quantised.into_iter().flat_map(|sizes| schemes.map(|scheme| (Some(scheme), sizes)));
-    let all = floats.map(|sizes| (None, sizes)).into_iter().chain(quantised);
+    // gpt-oss has rows of 22.5 steps.
+    let odd = [([7, 2], [2880, 192]), ([7, 2], [192, 2880])];
+    let odd = odd.into_iter().flat_map(|sizes| [mxfp4, nvfp4].map(|scheme| (Some(scheme), sizes)));
+    let all = floats.map(|sizes| (None, sizes)).into_iter().chain(quantised).chain(odd);
     // The case with 8 experts is never left out: its experts fill the launch's ring of stages more than once.
     small(all, 200_000, |(_, (experts, dims))| if experts[0] == 8 { 0 } else { dims[0] * dims[1] })
 }

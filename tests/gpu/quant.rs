@@ -1,6 +1,7 @@
 //! Products with quantised weights: packs on the device, compared with their definition in f64 and with the CPU.
 
 mod activations;
+mod fp4;
 mod linear;
 pub mod matrices;
 pub mod order;
@@ -17,7 +18,7 @@ use moe_kernels::{
 
 use crate::common::*;
 use crate::definition::product;
-use matrices::{Matrix, Source, fp4, fp8, int, schemes};
+use matrices::{Matrix, Source, fp8, int, schemes};
 
 /// Error of an f32 sum of `k` products of values in -1..1, for two orders of addition.
 fn sum_bound(k: usize) -> f64 {
@@ -128,7 +129,7 @@ fn quantised_dense_products_agree() {
 fn a_rank_multiplies_its_inputs() {
     let mut rng = Rng::new();
     let ordered = [int(4, 64, true, true), int(8, 32, false, true), int(4, 0, true, true)];
-    for scheme in ordered.into_iter().chain(fp4()) {
+    for scheme in ordered.into_iter().chain(matrices::fp4()) {
         let m = 5;
         let n = 24;
         let k = 192;
@@ -300,7 +301,9 @@ fn fp4_expert_layers_agree_with_biases() {
     for (tokens, top_k, experts, (hidden, inter), only) in small(cases, 32, |case| case.0) {
         for (bias, activation) in [(true, oai), (true, Activation::SwiGlu), (false, oai)] {
             let layer = Layer { tokens, top_k, experts, hidden, inter, only, bias };
-            for (scheme, dtype) in fp4().into_iter().flat_map(|scheme| FLOATS.map(|dtype| (scheme, dtype))) {
+            for (scheme, dtype) in
+                matrices::fp4().into_iter().flat_map(|scheme| FLOATS.map(|dtype| (scheme, dtype)))
+            {
                 layers_agree(&mut rng, &layer, [scheme; 2], dtype, activation);
             }
         }

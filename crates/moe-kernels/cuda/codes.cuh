@@ -18,8 +18,7 @@ enum class Output : int32_t {
 /// How logits become scores.
 enum class Scoring : int32_t { kSoftmax = 0, kSigmoid = 1, kSqrtSoftplus = 2 };
 
-/// The number format of the weights of a quantised pack. Of kFp4 and kNvfp4, which differ in their scales, only the
-/// kernels for any dtype and shape have a codec.
+/// The number format of the weights of a quantised pack. kFp4 and kNvfp4 differ in their scales (quant/fp4.cuh).
 enum class QuantFormat : int32_t { kInt4 = 0, kInt8 = 1, kFp8 = 2, kFp4 = 3, kNvfp4 = 4 };
 
 /// Bits of a code.
@@ -29,6 +28,10 @@ __host__ __device__ constexpr int code_bits(QuantFormat format) {
 /// Whether codes are integers, which have a zero point.
 __host__ __device__ constexpr bool is_integer(QuantFormat format) {
   return format == QuantFormat::kInt4 || format == QuantFormat::kInt8;
+}
+/// Whether codes are floats of 4 bits.
+__host__ __device__ constexpr bool is_fp4(QuantFormat format) {
+  return format == QuantFormat::kFp4 || format == QuantFormat::kNvfp4;
 }
 
 /// Whether a code is one of an enum whose last value is `last`.

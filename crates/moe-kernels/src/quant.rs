@@ -6,6 +6,8 @@
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 mod batches;
 mod columns;
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+mod fp4;
 mod matrix;
 mod ordered;
 mod packed;

@@ -5,15 +5,16 @@ use candle_core::DType;
 use moe_kernels::half::bf16;
 use moe_kernels::quant::QuantUse;
 use moe_kernels::{
-    Buffer, PreNorm, QuantGroup, QuantScheme, Weight, linear_add_into, linear_into, norm_linear_into,
+    Buffer, Levels, PreNorm, QuantGroup, QuantScheme, Weight, linear_add_into, linear_into, norm_linear_into,
 };
 
-use super::matrices::{Matrix, Source, fp8, int};
+use super::matrices::{Matrix, Source, fp4, fp8, int};
 use crate::common::*;
 use crate::definition::{product, relative_error};
 
 /// Schemes that the fast kernels read.
-fn schemes() -> [QuantScheme; 8] {
+fn schemes() -> [QuantScheme; 10] {
+    let [mxfp4, nvfp4] = fp4();
     [
         int(4, 128, false, false),
         int(4, 32, true, false),
@@ -23,6 +24,8 @@ fn schemes() -> [QuantScheme; 8] {
         fp8(QuantGroup::Block { n: 128, k: 128 }),
         fp8(QuantGroup::Channel),
         fp8(QuantGroup::Tensor),
+        mxfp4,
+        nvfp4,
     ]
 }
 
@@ -57,8 +60,10 @@ fn products_read_every_weight() {
             let w = weight(matrix);
             let one = |i: usize| bf16::from_f32(f32::from(u8::from(i / k == i % k)));
             let eye = Buffer::from_vec((0..k * k).map(one).collect(), &[k, k]).unwrap();
-            // One rounding by the scale, here and in the definition; or weights that are rounded to bf16 once.
-            for (rows, bound) in [(8, 2f64.powi(-23)), (64, 2f64.powi(-23)), (k, 1.02 * 2f64.powi(-8))] {
+            // One rounding by the scale, here and in the definition, or two of a scale in two levels; or weights that
+            // are rounded to bf16 once.
+            let exact = 2f64.powi(if scheme.levels == Levels::Fp8 { -22 } else { -23 });
+            for (rows, bound) in [(8, exact), (64, exact), (k, 1.02 * 2f64.powi(-8))] {
                 for first in (0..k).step_by(rows) {
                     let got = multiply(&cut(&eye, first, rows.min(k - first)), &w, &mut p);
                     for (row, got) in got.chunks(n).enumerate() {

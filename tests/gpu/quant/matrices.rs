@@ -51,6 +51,10 @@ impl Matrix {
         let mut scale: Vec<f32> =
             (0..n * groups).map(|i| of_block[rows_of(i / groups) * groups + i % groups]).collect();
         let mut scale_levels = TwoLevels::default();
+        if scheme.codes == Codes::E2m1 && scheme.levels == Levels::One {
+            // Powers of two, of which the largest is the unit.
+            scale.iter_mut().for_each(|scale| *scale = unit * 2f32.powi(-(rng.below(6) as i32)));
+        }
         if scheme.levels == Levels::Fp8 {
             // Factors below 1, some of them 0 or subnormal.
             scale_levels.factor.extend((0..n * groups).map(|_| (rng.bits() % 0x38) as u8));
@@ -71,6 +75,15 @@ impl Matrix {
     pub fn with_bf16_scales(mut self) -> Self {
         self.rows.scale.iter_mut().for_each(|scale| *scale = bf16::from_f32(*scale).to_f32());
         self.rows.scale[0] = bf16::from_f32(1e-9).to_f32();
+        self
+    }
+
+    /// The same matrix with other scales for some groups, by row and group; scales in one level.
+    pub fn with_scales(mut self, scale: impl Fn(usize, usize) -> Option<f32>) -> Self {
+        let groups = self.scheme.groups(self.k);
+        for (i, to) in self.rows.scale.iter_mut().enumerate() {
+            *to = scale(i / groups, i % groups).unwrap_or(*to);
+        }
         self
     }
 

@@ -21,6 +21,10 @@ pub(super) const STD: f64 = 0.02;
 const FP8_DEVIATION: f64 = 107.2;
 /// Root of the mean square of E2M1 codes.
 const FP4_DEVIATION: f64 = 2.926;
+/// Scales of MXFP4, which are powers of two, and in how many of 16 groups the larger one stands: their root of the mean
+/// square is that of the usual scale.
+const E8M0_SCALES: [f32; 2] = [1.0 / 256.0, 1.0 / 128.0];
+const LARGER_OF_16: u64 = 11;
 /// The E4M3 codes of 0.75 to 1.25.
 const FP8_SPREAD: std::ops::RangeInclusive<u8> = 0x34..=0x3a;
 /// Root mean square of the values of IQ4_NL.
@@ -99,6 +103,9 @@ impl RandomRows {
             let spread = FP8_SPREAD.start() + (bits >> 48) as u8 % FP8_SPREAD.len() as u8;
             out.scale_levels.factor.push(spread);
             return out.scale.push(e4m3(spread) * self.scale() as f32);
+        }
+        if self.scheme.codes == Codes::E2m1 {
+            return out.scale.push(E8M0_SCALES[usize::from((bits >> 48) % 16 < LARGER_OF_16)]);
         }
         let spread = 0.75 + (bits >> 48) as f64 / f64::from(1 << 17);
         out.scale.push(f16::from_f64(self.scale() * spread).to_f32());

@@ -5,7 +5,8 @@
 // bytes of the tile: its fragments of the tile's k-steps of 16 columns, one after the other. Of a k-step, lane 4 g + c
 // holds the weights w0 .. w7 = (g, 2c) (g, 2c+1) (g+8, 2c) (g+8, 2c+1) (g, 2c+8) (g, 2c+9) (g+8, 2c+8) (g+8, 2c+9),
 // which are the registers a0 = (w0, w1) .. a3 = (w6, w7):
-// - 4 bits, one word: a_i at bits 4 i and 16 + 4 i, so that (v >> 4 i) & 0x000f000f is the pair;
+// - int4, one word: a_i at bits 4 i and 16 + 4 i, so that (v >> 4 i) & 0x000f000f is the pair;
+// - FP4, one word: quant/fp4.cuh;
 // - 8 bits, two words: bytes w0 w2 w1 w3 and w4 w6 w5 w7, so that v & 0x00ff00ff and (v >> 8) & 0x00ff00ff are pairs.
 #pragma once
 
@@ -17,8 +18,8 @@ namespace moe {
 
 struct QuantPack {
   const uint8_t* q;       // [experts, n_tiles, k_packed / KT] tiles of 512 bytes
-  const void* scales;     // [experts, n_tiles, groups, scale_rows] of `scale_dtype`; kNvfp4: [experts, n_tiles] of 16
-                          // floats, with which the scales of the tile's rows are multiplied, and [groups, 16] E4M3
+  const void* scales;     // [experts, n_tiles, groups, scale_rows] of `scale_dtype`; FP4: [experts, n_tiles] of 16
+                          // floats, the factors of the tile's rows, and bytes [groups, 16] (quant/fp4.cuh)
   const uint8_t* zeros;   // [experts, n_tiles, groups, 16] zero points; null: 8 (int4), 128 (int8), none (floats)
   const uint32_t* perm;   // [experts, k_packed] column of x, u32::MAX = none; null: packed column i is column i of x
   int64_t experts, n, k;  // rows of a matrix (gate and up together) and columns of x

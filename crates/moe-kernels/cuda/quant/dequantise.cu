@@ -32,7 +32,14 @@ __device__ __forceinline__ RowScales row_scales(const Matrix& w, size_t row, int
   RowScales s;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    if constexpr (kFormat == QuantFormat::kFp8) {
+    if constexpr (is_fp4(kFormat)) {
+      // The scale is a float of its own here, and the operand of `unpack` is 2^126: weights then have the rounding of
+      // the definition, scale times code.
+      const uint8_t* factors = w.scales + row * fp4_row_bytes(w.groups);
+      const float factor = __ldg(reinterpret_cast<const float*>(factors) + g + 8 * half);
+      s.scale[half] = fp4_scale<kFormat>(__ldg(factors + kFp4Factors + group * kFp4Bytes + g + 8 * half), factor);
+      s.zero[half] = 0x7e807e80u;
+    } else if constexpr (kFormat == QuantFormat::kFp8) {
       const bool halves = w.scale_bytes == 8;  // a scale for each 8 rows
       s.scale[half] = __ldg(reinterpret_cast<const float*>(from) + (halves ? half : g + 8 * half));
       s.zero[half] = 0;
@@ -86,7 +93,9 @@ __global__ void __launch_bounds__(kWarps * 32) dequantise_rows(const Matrix w, i
     RowScales s = row_scales<kFormat>(w, row, column);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      if (step == kSteps / 2 && !w.wide()) s = row_scales<kFormat>(w, row, column + kUnit / 2);
+      const bool other =
+          is_fp4(kFormat) ? step > 0 && step % operand_steps(kFormat) == 0 : step == kSteps / 2 && !w.wide();
+      if (other) s = row_scales<kFormat>(w, row, column + step * 16);
       uint32_t pairs[4];  // rows g and g + 8 of columns 2c, then of the columns 8 further
       unpack<kFormat>(unit[i].word + step * kWords, s.zero, pairs);
 #pragma unroll
@@ -130,6 +139,8 @@ extern "C" int moe_quant_dequantise(const moe::QuantPack* w, __nv_bfloat16* out,
   switch (w->format) {
     case QuantFormat::kInt4: return dequantise<QuantFormat::kInt4>(*w, m, out, stream);
     case QuantFormat::kInt8: return dequantise<QuantFormat::kInt8>(*w, m, out, stream);
+    case QuantFormat::kFp4: return dequantise<QuantFormat::kFp4>(*w, m, out, stream);
+    case QuantFormat::kNvfp4: return dequantise<QuantFormat::kNvfp4>(*w, m, out, stream);
     default: return dequantise<QuantFormat::kFp8>(*w, m, out, stream);
   }
 }

@@ -27,7 +27,7 @@ struct FewWeights : quant::ExpertStage<kFormat, kColumns, kShare>, CopiedRows {
   /// More stages would not help: the loads of the gathering warps wait until the weights that their SM has requested
   /// have come.
   template <int>
-  static constexpr int kMostStages = kFormat == QuantFormat::kInt4 ? 4 : kMaxStages;
+  static constexpr int kMostStages = code_bits(kFormat) == 4 ? 4 : kMaxStages;
   template <int kCapacity>
   static constexpr int kConsumerRegisters = kCapacity == 16 ? 64 : 88;
 
@@ -55,11 +55,16 @@ struct FewWeights : quant::ExpertStage<kFormat, kColumns, kShare>, CopiedRows {
       float sums[kGroups][4];  // sums over the columns of one scale
 #pragma unroll
       for (int k = 0; k < Stage::kSteps; k += 2) {
-        if (k % Stage::kShareSteps == 0 && (k == 0 || !s.uniform))
+        // The factors of FP4 are loaded when they are needed, because registers are short.
+        if (!Stage::kFp4 && k % Stage::kShareSteps == 0 && (k == 0 || !s.uniform))
           o = Stage::operands(side, s, side_at, k / Stage::kShareSteps);
         uint32_t fragment[2][4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) quant::unpack<kFormat>(words + (k + i) * Stage::kWords, o.zero, fragment[i]);
+        for (int i = 0; i < 2; ++i) {
+          Stage::fetch_step(side, side_at, k + i, &o);
+          quant::unpack<kFormat>(words + (k + i) * Stage::kWords, o.zero, fragment[i]);
+        }
+        if (Stage::kFp4 && k + 2 == Stage::kSteps) o = Stage::operands(side, s, side_at, 0);
         const uint8_t* x = stage + (k / 2 % 2 == 0 ? x_at : x_at ^ 64) + k / 4 * (kCapacity * 128);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {

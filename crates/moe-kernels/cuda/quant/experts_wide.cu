@@ -11,9 +11,8 @@
 
 namespace moe::experts_wide {
 
-/// The products use one scale for each 32 columns for all group sizes, except for FP8: instructions are not the bound
-/// here.
-constexpr int share_of(QuantFormat format) { return format == QuantFormat::kFp8 ? kTileColumns : 32; }
+/// The products of integers use one scale for each 32 columns for all group sizes: instructions are not the bound here.
+constexpr int share_of(QuantFormat format) { return is_integer(format) ? 32 : kTileColumns; }
 
 template <QuantFormat kFormat>
 struct QuantWeights : quant::ExpertStage<kFormat, kTileColumns, share_of(kFormat)> {
@@ -46,8 +45,10 @@ struct QuantWeights : quant::ExpertStage<kFormat, kTileColumns, share_of(kFormat
       for (int i = 0; i < kWidth; ++i) {
         Stage::fetch(b.side(from.stage) + i * Stage::kSideBytes, s, block, part * kTogether, &o[i]);
 #pragma unroll
-        for (int k = 0; k < kTogether; ++k)
+        for (int k = 0; k < kTogether; ++k) {
+          Stage::fetch_step_of(b.side(from.stage) + i * Stage::kSideBytes, block, part * kTogether + k, &o[i]);
           Stage::template fragment<true>(words[i], o[i], part * kTogether + k, fragments[part % 2][k][i]);
+        }
       }
     };
     read(at);
@@ -74,6 +75,14 @@ struct QuantWeights : quant::ExpertStage<kFormat, kTileColumns, share_of(kFormat
         if (part + 2 == kParts && more) read(next);
         if (part + 1 == kParts && more) unpack(next, 0);
         wgmma_wait<0>();
+      }
+      if constexpr (Stage::kFp4) {
+        if (!more) {
+#pragma unroll
+          for (int i = 0; i < kWidth; ++i)
+            Stage::template scale_rows<kColumns / 2>(b.side(at.stage) + i * Stage::kSideBytes, s, block,
+                                                     sums + i * kPairSums);
+        }
       }
       Stage::give_back(b.empty(at.stage), !more);
       at = next;
@@ -124,6 +133,8 @@ extern "C" int moe_quant_experts_wide(const moe::QuantExpertsTensorArgs* args, v
   switch (c.w13.format) {
     case QuantFormat::kInt4: return experts_wide::launch<QuantFormat::kInt4>(c, limits, stream);
     case QuantFormat::kInt8: return experts_wide::launch<QuantFormat::kInt8>(c, limits, stream);
+    case QuantFormat::kFp4: return experts_wide::launch<QuantFormat::kFp4>(c, limits, stream);
+    case QuantFormat::kNvfp4: return experts_wide::launch<QuantFormat::kNvfp4>(c, limits, stream);
     default: return experts_wide::launch<QuantFormat::kFp8>(c, limits, stream);
   }
 }

@@ -42,7 +42,7 @@ template <class Kind>
 constexpr int kShares = Kind::kFormat == QuantFormat::kFp8 ? Teams::kTeam : Pairs::kTeam;
 
 /// The number of a warp's steps that are in flight or waiting.
-__host__ __device__ constexpr int depth(QuantFormat format) { return format == QuantFormat::kInt4 ? 6 : 3; }
+__host__ __device__ constexpr int depth(QuantFormat format) { return code_bits(format) == 4 ? 6 : 3; }
 
 /// The form of rows of x: digits for integer weights, except for groups of 32, where digits cost more than they save.
 template <class Kind>

@@ -49,7 +49,7 @@ __host__ __device__ constexpr bool takes_digits(int m, QuantFormat format) { ret
 /// Bytes between a warp's rows of x.
 __host__ __device__ int pitch(int k, bool digits) { return row_pitch(own_steps(k) * kWideStep, digits); }
 
-__host__ __device__ constexpr int depth(QuantFormat format) { return format == QuantFormat::kInt4 ? 4 : 3; }
+__host__ __device__ constexpr int depth(QuantFormat format) { return code_bits(format) == 4 ? 4 : 3; }
 
 /// Shared memory: rings, rows of x, sums of the warps, partial sums of squares.
 struct Layout {

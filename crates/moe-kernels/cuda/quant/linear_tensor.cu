@@ -60,8 +60,10 @@ struct QuantWeights {
       const auto unpack = [&](int from, int unit) {
         Base::fetch(side + from * Base::kSideBytes, source, block, unit * kUnit, &o);
 #pragma unroll
-        for (int k = 0; k < kUnit; ++k)
+        for (int k = 0; k < kUnit; ++k) {
+          Base::fetch_step_of(side + from * Base::kSideBytes, block, unit * kUnit + k, &o);
           Base::template fragment<false>(words, o, unit * kUnit + k, fragments[unit % 2][k]);
+        }
       };
       read();
       unpack(stage, 0);
@@ -185,6 +187,8 @@ extern "C" int moe_quant_linear_tensor(const moe::QuantLinearTensorArgs* args, v
     case QuantFormat::kInt8:
       return wide_groups ? linear_tensor::launch<QuantFormat::kInt8, 128>(c, limits, stream)
                          : linear_tensor::launch<QuantFormat::kInt8, 32>(c, limits, stream);
+    case QuantFormat::kFp4: return linear_tensor::launch<QuantFormat::kFp4, 128>(c, limits, stream);
+    case QuantFormat::kNvfp4: return linear_tensor::launch<QuantFormat::kNvfp4, 128>(c, limits, stream);
     default: return linear_tensor::launch<QuantFormat::kFp8, 128>(c, limits, stream);
   }
 }

@@ -13,7 +13,7 @@ constexpr int kTileRows = 16;
 struct Matrix {
   const uint8_t* q;
   const uint8_t* scales;
-  const uint8_t* zeros;  // or null
+  const uint8_t* zeros;  // or null; null for FP4, whose factors are with the scales
   int n_tiles, k, groups;
   int shift;        // log2 of the number of a group's columns; 31 if there is one group
   int scale_bytes;  // bytes of the scales of a group in a row of tiles
@@ -31,21 +31,26 @@ struct Matrix {
 
 /// Makes the matrix of a pack. The caller checks whether `gate_up` and the sizes are right for its op.
 inline bool make_matrix(const QuantPack& pack, Matrix* out) {
-  const bool fp8 = pack.format == QuantFormat::kFp8;
+  const bool fp8 = pack.format == QuantFormat::kFp8, fp4 = is_fp4(pack.format);
   int shift = 31;
-  if (pack.groups > 1) {
+  if (fp4) {
+    if (pack.group != fp4_group(pack.format) || pack.groups != ceil_div(pack.k, pack.group)) return false;
+    shift = pack.format == QuantFormat::kNvfp4 ? 4 : 5;
+  } else if (pack.groups > 1) {
     for (shift = 5; shift < 31 && int64_t{1} << shift != pack.group; ++shift) {}
     if (shift == 31 || (fp8 && shift == 5) || pack.groups != ceil_div(pack.k, pack.group)) return false;
   }
   const bool scales =
-      fp8 ? pack.scale_dtype == Dtype::kF32 && (pack.scale_rows == 2 || pack.scale_rows == 16)
-          : pack.scale_rows == 16 && (pack.scale_dtype == Dtype::kF16 || pack.scale_dtype == Dtype::kBf16);
+      fp8   ? pack.scale_dtype == Dtype::kF32 && (pack.scale_rows == 2 || pack.scale_rows == 16)
+      : fp4 ? pack.scale_dtype == Dtype::kF32 && pack.scale_rows == 16
+            : pack.scale_rows == 16 && (pack.scale_dtype == Dtype::kF16 || pack.scale_dtype == Dtype::kBf16);
   // Copies are of 16 bytes. With 8 bytes for a group, the last copy must not reach beyond the end.
   const bool whole = pack.scale_rows != 2 || pack.experts * pack.n_tiles * pack.groups % 2 == 0;
   const int64_t rows = pack.gate_up != 0 ? pack.n / 2 * 2 : pack.n;
-  if (!is_code(pack.format, QuantFormat::kFp8) || pack.perm != nullptr || pack.k != pack.k_packed || pack.k <= 0 ||
+  if (!is_code(pack.format, QuantFormat::kNvfp4) || pack.perm != nullptr || pack.k != pack.k_packed || pack.k <= 0 ||
       pack.k % 64 != 0 || pack.k > 1 << 20 || pack.groups < 1 || pack.experts < 1 || pack.experts > INT16_MAX ||
-      pack.n < 1 || pack.n > 1 << 24 || rows != pack.n || !scales || !whole || (fp8 && pack.zeros != nullptr) ||
+      pack.n < 1 || pack.n > 1 << 24 || rows != pack.n || !scales || !whole ||
+      (!is_integer(pack.format) && pack.zeros != nullptr) ||
       pack.n_tiles != (pack.gate_up != 0 ? ceil_div(pack.n / 2, 8) : ceil_div(pack.n, kTileRows)))
     return false;
   *out = {pack.q,
@@ -55,7 +60,7 @@ inline bool make_matrix(const QuantPack& pack, Matrix* out) {
           static_cast<int>(pack.k),
           static_cast<int>(pack.groups),
           shift,
-          pack.scale_rows * (fp8 ? 4 : 2),
+          fp4 ? kFp4Bytes : pack.scale_rows * (fp8 ? 4 : 2),
           pack.scale_dtype == Dtype::kF16};
   return true;
 }
@@ -66,7 +71,7 @@ inline bool make_experts(const QuantPack& w13, const QuantPack& w2, Matrix* firs
          w2.gate_up == 0 && w13.experts == w2.experts && w13.n == 2 * w2.k && w2.n == w13.k;
 }
 
-/// The properties for which kernels are compiled: a format, and a number of columns that always share a scale.
+/// The properties for which kernels are compiled: a format, and a number of columns that always share a scale of sums.
 template <QuantFormat kFormat_, int kShare_>
 struct Kind {
   static constexpr QuantFormat kFormat = kFormat_;
@@ -79,16 +84,18 @@ auto with_kind(QuantFormat format, bool wide, F f) {
   switch (format) {
     case QuantFormat::kInt4: return wide ? f(Kind<QuantFormat::kInt4, 64>{}) : f(Kind<QuantFormat::kInt4, 32>{});
     case QuantFormat::kInt8: return wide ? f(Kind<QuantFormat::kInt8, 64>{}) : f(Kind<QuantFormat::kInt8, 32>{});
+    case QuantFormat::kFp4: return f(Kind<QuantFormat::kFp4, 64>{});
+    case QuantFormat::kNvfp4: return f(Kind<QuantFormat::kNvfp4, 64>{});
     default: return f(Kind<QuantFormat::kFp8, 64>{});
   }
 }
 
 /// Bytes of `columns` columns of a row of tiles.
 __host__ __device__ constexpr int tile_bytes(QuantFormat format, int columns) {
-  return columns * (format == QuantFormat::kInt4 ? kTileRows / 2 : kTileRows);
+  return columns * (code_bits(format) == 4 ? kTileRows / 2 : kTileRows);
 }
 
-/// A stage holds tiles, then the scales of their groups, then the zero points.
+/// A stage holds tiles, then the scales of their groups, then the zero points, or the factors of FP4.
 struct StageLayout {
   int scales, zeros, bytes;
 };
@@ -98,7 +105,8 @@ inline StageLayout stage_layout(const Matrix& w, QuantFormat format, int chunk) 
   StageLayout l;
   l.scales = tile_bytes(format, chunk);
   l.zeros = l.scales + round_up(groups * w.scale_bytes, 16) + 16;
-  l.bytes = round_up(l.zeros + (w.zeros != nullptr ? 16 * groups : 0), 128);
+  const int rest = is_fp4(format) ? kFp4Factors : w.zeros != nullptr ? 16 * groups : 0;
+  l.bytes = round_up(l.zeros + rest, 128);
   return l;
 }
 
@@ -114,6 +122,14 @@ struct Pieces {
 template <QuantFormat kFormat>
 __device__ __forceinline__ Pieces pieces(const Matrix& w, const StageLayout& l, size_t row, int k, int columns) {
   const int first = w.group(k), count = w.group(k + columns - 1) - first + 1;
+  if constexpr (is_fp4(kFormat)) {
+    const uint8_t* factors = w.scales + row * fp4_row_bytes(w.groups);
+    const uint8_t* tiles = w.q + row * tile_bytes(kFormat, w.k) + tile_bytes(kFormat, k);
+    const auto bytes = [](int n) { return static_cast<uint32_t>(n); };
+    return {{tiles, factors + kFp4Factors + first * kFp4Bytes, factors},
+            {0, bytes(l.scales), bytes(l.zeros)},
+            {bytes(tile_bytes(kFormat, columns)), bytes(count * kFp4Bytes), bytes(kFp4Factors)}};
+  }
   const size_t begin = w.scales_at(row, first), even = begin & ~size_t{15};
   Pieces p;
   p.from[0] = w.q + row * tile_bytes(kFormat, w.k) + tile_bytes(kFormat, k);

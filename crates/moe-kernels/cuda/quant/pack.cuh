@@ -3,6 +3,7 @@
 
 #include "any/any.cuh"
 #include "quant/args.cuh"
+#include "quant/fp4.cuh"
 
 namespace moe {
 
@@ -37,7 +38,8 @@ inline bool is_pack(const QuantPack& w) {
   return is_code(w.format, QuantFormat::kNvfp4) && is_code(w.scale_dtype, Dtype::kF16) && w.experts >= 0 && w.k >= 0 &&
          w.n >= 0 && w.n <= rows && w.k_packed % columns == 0 && (w.perm != nullptr || w.k <= w.k_packed) &&
          w.k_packed < (int64_t{1} << 31) && w.group > 0 && w.groups > 0 && (w.scale_rows == 16 || w.scale_rows == 2) &&
-         (w.gate_up == 0 || w.n % 2 == 0);
+         (w.gate_up == 0 || w.n % 2 == 0) &&
+         (!is_fp4(w.format) || (w.scale_dtype == Dtype::kF32 && w.scale_rows == 16));
 }
 
 /// The row of the matrix that a row of a tile holds; there is none from `n` on.
@@ -71,9 +73,9 @@ __device__ __forceinline__ float widen_e2m1(uint32_t q) {
 /// The scales and zero points of a tile row (expert * n_tiles + n_tile).
 template <QuantFormat kFormat>
 struct TileScales {
-  static constexpr bool kTwoLevels = kFormat == QuantFormat::kNvfp4;
+  static constexpr bool kTwoLevels = is_fp4(kFormat);
   const uint8_t* scales;  // [groups, rows]
-  const float* shared;    // [16], with which scales in two levels are multiplied
+  const float* factors;   // [16], of the rows, where scales have two levels
   const uint8_t* zeros;   // [groups, 16] or null
   Dtype dtype;
   int rows;              // scales of a group, 16 or 2
@@ -82,10 +84,10 @@ struct TileScales {
 
   __device__ __forceinline__ TileScales(const QuantPack& w, int64_t tile) {
     const int size = kTwoLevels ? 1 : w.scale_dtype == Dtype::kF32 ? 4 : 2;
-    const int front = kTwoLevels ? kQuantTileRows * static_cast<int>(sizeof(float)) : 0;
+    const int front = kTwoLevels ? kFp4Factors : 0;
     const uint8_t* first = static_cast<const uint8_t*>(w.scales) + tile * (front + w.groups * w.scale_rows * size);
     scales = first + front;
-    shared = reinterpret_cast<const float*>(first);
+    factors = reinterpret_cast<const float*>(first);
     zeros = w.zeros == nullptr ? nullptr : w.zeros + tile * w.groups * kQuantTileRows;
     dtype = w.scale_dtype;
     rows = w.scale_rows;
@@ -106,7 +108,7 @@ struct TileScales {
   __device__ __forceinline__ GroupScale at(uint32_t g, int row) const {
     const size_t i = static_cast<size_t>(g) * rows + (rows == kQuantTileRows ? row : row / 8);
     if constexpr (kTwoLevels) {
-      return {widen_e4m3(scales[i]) * shared[row], 0.f};
+      return {fp4_scale<kFormat>(scales[i], factors[row]), 0.f};
     } else {
       float scale;
       switch (dtype) {
@@ -133,9 +135,8 @@ struct TileScales {
 template <QuantFormat kFormat>
 __device__ __forceinline__ float coded_weight(const uint32_t* words, int i) {
   if constexpr (code_bits(kFormat) == 4) {
-    const uint32_t q = words[0] >> (4 * (i / 2) + 16 * (i % 2)) & 0xf;
-    if constexpr (kFormat == QuantFormat::kInt4) return static_cast<float>(q);
-    return widen_e2m1(q);
+    if constexpr (is_fp4(kFormat)) return widen_e2m1(fp4_code(words[0], i));
+    return static_cast<float>(words[0] >> (4 * (i / 2) + 16 * (i % 2)) & 0xf);
   } else {
     const uint32_t q = words[i / 4] >> (8 * (i % 4 / 2) + 16 * (i % 2)) & 0xff;
     if constexpr (kFormat == QuantFormat::kInt8) return static_cast<float>(q);

@@ -28,7 +28,8 @@ struct Columns {
   }
 };
 
-/// The scales of a lane's two rows in a group, and their zero points as operands.
+/// The scales of a lane's two rows in a group, and their zero points as operands. FP4: the factors of the rows, and the
+/// scales in the group as operands.
 struct Factors {
   float low, high;
   uint32_t zero[2];
@@ -73,7 +74,7 @@ struct Stage {
   __device__ __forceinline__ Stage(const Matrix& w, const StageLayout& l, const uint8_t* stage, size_t row, int k)
       : tiles(stage + threadIdx.x % 32 * 16),
         scales(stage + l.scales),
-        zeros(w.zeros != nullptr ? stage + l.zeros : nullptr),
+        zeros(w.zeros != nullptr || is_fp4(kFormat) ? stage + l.zeros : nullptr),
         shift(w.shift),
         first_group(w.group(k)),
         scale_bytes(w.scale_bytes),
@@ -97,6 +98,12 @@ struct Stage {
   __device__ __forceinline__ Factors factors(int column) const {
     const int group = (column >> shift) - first_group;
     const uint8_t* from = scales + group * scale_bytes;
+    if constexpr (is_fp4(kFormat)) {
+      const uint32_t g = threadIdx.x % 32 / 4;
+      Factors f = {load_fp4_factor<kFormat>(zeros + g * 4, 0), load_fp4_factor<kFormat>(zeros + g * 4, 1), {}};
+      load_fp4_operands<kFormat>(from + g, f.zero);
+      return f;
+    }
     Factors f = {scale(from + low), scale(from + high), {}};
     if constexpr (kFormat != QuantFormat::kFp8) {
       f.zero[0] = f.zero[1] = zero_operand<kFormat>(kFormat == QuantFormat::kInt4 ? 8 : 128);
@@ -119,11 +126,13 @@ struct Stage {
     Operands<Kind> out;
 #pragma unroll
     for (int share = 0; share < out.kShares; ++share) {
-      const Factors f = factors(column + share * Kind::kShare);
+      Factors f = factors(column + share * Kind::kShare);
       out.low[share] = f.low, out.high[share] = f.high;
 #pragma unroll
-      for (int step = share * out.kSteps; step < (share + 1) * out.kSteps; ++step)
+      for (int step = share * out.kSteps; step < (share + 1) * out.kSteps; ++step) {
+        if (is_fp4(kFormat) && step > 0 && step % operand_steps(kFormat) == 0) f = factors(column + step * 16);
         unpack<kFormat>(word + step * kWords, f.zero, out.a[step]);
+      }
     }
     return out;
   }

@@ -110,7 +110,7 @@ struct DigitSteps {
 };
 
 /// Whether rows may be digits with weights of this format.
-__host__ __device__ constexpr bool has_digits(QuantFormat format) { return format != QuantFormat::kFp8; }
+__host__ __device__ constexpr bool has_digits(QuantFormat format) { return is_integer(format); }
 
 /// Whether rows are digits: with a scale for each 32 columns they cost more than they save.
 template <class Kind>

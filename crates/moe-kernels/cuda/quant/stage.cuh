@@ -5,18 +5,21 @@
 // Products for few token rows multiply exact integers (or e4m3), and scales multiply their sums over the columns of one
 // scale in f32: no weight is rounded. The sums of products for prompts fill the registers, so scales multiply fragments
 // there: bf16(bf16(scale) (q - zero)), the same weights as in a checkpoint that is dequantised to bf16, except that a
-// scale of f16 is rounded to bf16 first. A scale of FP8, which is f32, is the sum of two bf16.
+// scale of f16 is rounded to bf16 first. A scale of FP8, which is f32, is the sum of two bf16. FP4's fragments are
+// exact with their scales, and its sums are multiplied by the factor of their row alone (quant/fp4.cuh).
 //
-// Instructions for two weights in a lane: int4 2.75 (shift, mask, subtract), int8 5.5, FP8 4.5; multiplying by scales
-// takes 1 more, with FP8 2 more. Four schedulers issue the instructions of 128 lanes in a clock, and an SM's share of
-// the memory bandwidth brings 38 weights of 4 bits or 19 of 8 bits in a clock. So unpacking takes 41 % of the issue
-// slots for int4 and int8, before all other work of a stage.
+// Instructions for two weights in a lane: int4 2.75 (shift, mask, subtract), int8 5.5, FP8 4.5, FP4 with its scales
+// 3.25; multiplying by scales takes 1 more, with FP8 2 more. Four schedulers issue the instructions of 128 lanes in a
+// clock, and an SM's share of the memory bandwidth brings 38 weights of 4 bits or 19 of 8 bits in a clock. So unpacking
+// takes 41 % of the issue slots for int4 and int8, before all other work of a stage.
 #pragma once
+
+#include <type_traits>
 
 #include "ptx/tensor_map.cuh"
 #include "ptx/wgmma.cuh"
 #include "quant/args.cuh"
-#include "quant/unpack.cuh"
+#include "quant/fp4_stage.cuh"
 
 namespace moe::quant {
 
@@ -33,18 +36,19 @@ struct Source {
   int uniform;  // whether the columns of a stage share a scale
 };
 
-/// kColumns_: columns of a stage, 64 or 128. kShare: columns that have the same scale, kColumns_ or 32. kRowBlocks:
-/// blocks of 16 rows.
+/// kColumns_: columns of a stage, 64 or 128. kShare: columns whose sums have the same scale, kColumns_ or 32.
+/// kRowBlocks: blocks of 16 rows.
 template <QuantFormat kFormat, int kColumns_, int kShare, int kRowBlocks>
 struct QuantStage {
   static constexpr int kColumns = kColumns_, kSteps = kColumns / 16;
   static constexpr int kBlockBytes = kColumns / tile_columns(kFormat) * 512;
   static constexpr int kBytes = kRowBlocks * kBlockBytes;
-  static constexpr bool kIntegers = kFormat != QuantFormat::kFp8;
+  static constexpr bool kIntegers = is_integer(kFormat), kFp4 = is_fp4(kFormat);
   static constexpr int kShares = kColumns / kShare, kShareSteps = kShare / 16;
   static constexpr int kScaleBytes = kRowBlocks * kShares * (kIntegers ? 32 : 64);
   static constexpr int kZeroBytes = kIntegers ? kRowBlocks * kShares * 16 : 0;
-  static constexpr int kSideBytes = kScaleBytes + kZeroBytes;
+  using Fp4 = Fp4Side<kFormat, kColumns, kRowBlocks>;
+  static constexpr int kSideBytes = kFp4 ? Fp4::kBytes : kScaleBytes + kZeroBytes;
   static constexpr int kWords = step_words(kFormat);  // words of a lane in a k-step
   static constexpr uint32_t kReleases = kWarpArrivals;
   static_assert(kColumns % 64 == 0 && (kShare == kColumns || (kShare == 32 && kIntegers)));
@@ -63,7 +67,7 @@ struct QuantStage {
   /// Copies a lane's part of the scales and zero points for all stages of a work tile; `index` is the lane's number
   /// among kLanes. It knows the address of each of its pieces for the first group, and the distance to the next group.
   template <int kLanes>
-  class SideCopies {
+  class GroupCopies {
     static constexpr int kEach = ceil_div(kItems, kLanes), kBlockItems = kIntegers ? 2 : 4;
     const uint8_t* from[kEach];
     int next[kEach];  // bytes
@@ -77,7 +81,7 @@ struct QuantStage {
     }
 
    public:
-    __device__ __forceinline__ SideCopies(const Source& s, int row_block, int index)
+    __device__ __forceinline__ GroupCopies(const Source& s, int row_block, int index)
         : index(index), last_group(s.groups - 1), inverse(s.inverse) {
       const int scale_bytes = kIntegers ? 32 : s.scale_rows * 4;  // bytes of the scales of a block in a group
 #pragma unroll
@@ -107,9 +111,12 @@ struct QuantStage {
     }
   };
 
+  template <int kLanes>
+  using SideCopies = std::conditional_t<kFp4, typename Fp4::template Copies<kLanes>, GroupCopies<kLanes>>;
+
   /// Zero points and scales of a lane's two rows, g and g + 8 of a block.
   struct Operands {
-    uint32_t zero[2];
+    uint32_t zero[2];            // FP4: the operand of `unpack`, which fetch_step loads
     uint32_t scale[2], rest[2];  // as bf16, for products whose fragments are scaled
     float exact[2];              // for products whose sums are scaled
   };
@@ -136,11 +143,17 @@ struct QuantStage {
 
   /// The index of this lane's first scale of a block, counted from the stage's first scale.
   static __device__ __forceinline__ int first_scale(const Source& s, int block) {
+    if constexpr (kFp4) return Fp4::first(block);
     return block * kShares * 16 + (!kIntegers && s.scale_rows == 2 ? 0 : static_cast<int>(threadIdx.x) % 32 / 4);
   }
 
   /// The operands of a share of a stage's columns. `at` is first_scale of the block.
   static __device__ __forceinline__ Operands operands(const uint8_t* side, const Source& s, int at, int share) {
+    if constexpr (kFp4) {
+      Operands o = {};
+      Fp4::load_factors(side, at, o.exact);
+      return o;
+    }
     at += share * 16;
     return operands(side + at * (kIntegers ? 2 : 4), side + kScaleBytes + at, s);
   }
@@ -148,6 +161,17 @@ struct QuantStage {
   /// Loads new operands if the columns with one scale begin at this k-step.
   static __device__ __forceinline__ void fetch(const uint8_t* side, const Source& s, int block, int k, Operands* o) {
     if (k == 0 || (k % kShareSteps == 0 && !s.uniform)) *o = operands(side, s, first_scale(s, block), k / kShareSteps);
+  }
+
+  /// FP4: loads the operands of `unpack` if columns with other ones begin at this k-step. `at` is first_scale.
+  static __device__ __forceinline__ void fetch_step([[maybe_unused]] const uint8_t* side, [[maybe_unused]] int at,
+                                                    [[maybe_unused]] int k, [[maybe_unused]] Operands* o) {
+    if constexpr (kFp4) Fp4::load_operands(side, at, k, o->zero);
+  }
+  /// The same for a block.
+  static __device__ __forceinline__ void fetch_step_of(const uint8_t* side, [[maybe_unused]] int block, int k,
+                                                       Operands* o) {
+    if constexpr (kFp4) fetch_step(side, Fp4::first(block), k, o);
   }
 
   /// A lane's words of a block of 16 rows.
@@ -166,11 +190,12 @@ struct QuantStage {
     }
   }
 
-  /// The fragment of a k-step, before the wgmma_fence that must follow: exact q - zero or e4m3, or scaled weights.
+  /// The fragment of a k-step, before the wgmma_fence that must follow: exact q - zero or e4m3, or scaled weights,
+  /// which those of FP4 always are but for the factors of rows.
   template <bool kScaled>
   static __device__ __forceinline__ void fragment(const Words& words, const Operands& o, int k, uint32_t (&a)[4]) {
     unpack<kFormat>(words + k * kWords, o.zero, a);
-    if constexpr (kScaled) {
+    if constexpr (kScaled && !kFp4) {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         a[i] = kIntegers ? mul2(a[i], o.scale[i % 2]) : fma2(a[i], o.scale[i % 2], mul2(a[i], o.rest[i % 2]));
@@ -184,6 +209,14 @@ struct QuantStage {
     wgmma_hold(sums);
 #pragma unroll
     for (int i = 0; i < kSums; ++i) total[i] = fmaf(sums[i], o.exact[i / 2 % 2], total[i]);
+  }
+
+  /// Multiplies the first kSums sums by the exact scales of a lane's rows, which are read from a stage's scales.
+  template <int kSums>
+  static __device__ __forceinline__ void scale_rows(const uint8_t* side, const Source& s, int block, float* sums) {
+    const Operands o = operands(side, s, first_scale(s, block), 0);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sums[i] *= o.exact[i / 2 % 2];
   }
 
   /// Gives back a stage that this warp has read. The fence orders the reads before the next copy into the stage. A lane
@@ -205,17 +238,24 @@ inline bool fits(const QuantPack& w) {
       w.k_packed != w.k || w.n <= 0 || w.groups <= 0 || w.group <= 0 || w.n_tiles * 16 != w.n ||
       w.experts > INT32_MAX / w.n || w.k > INT32_MAX / 2)
     return false;
+  if (is_fp4(w.format))
+    return w.scale_dtype == Dtype::kF32 && w.scale_rows == 16 && w.group == fp4_group(w.format) &&
+           w.groups == ceil_div(w.k, w.group);
   if (w.format == QuantFormat::kFp8)
     return w.scale_dtype == Dtype::kF32 && (w.scale_rows == 2 || w.scale_rows == 16) && (one || w.group % 128 == 0);
   return is_code(w.format, QuantFormat::kFp8) && w.scale_dtype != Dtype::kF32 && is_code(w.scale_dtype, Dtype::kF16) &&
          w.scale_rows == 16 && (one || w.group % 32 == 0);
 }
 
-/// The number of columns of a stage that are sure to have the same scale.
-inline int share(const QuantPack& w, int columns) { return w.groups == 1 || w.group % columns == 0 ? columns : 32; }
+/// Whether the sums of `columns` columns have one scale.
+inline bool is_uniform(const QuantPack& w, int columns) {
+  return w.groups == 1 || w.group % columns == 0 || is_fp4(w.format);
+}
+/// The number of columns of a stage whose sums are sure to have the same scale.
+inline int share(const QuantPack& w, int columns) { return is_uniform(w, columns) ? columns : 32; }
 
 inline Source source(const QuantPack& w, int columns, int share) {
-  const uint32_t shares = w.groups == 1 ? 1 : static_cast<uint32_t>(w.group / share);
+  const uint32_t shares = w.groups == 1 || is_fp4(w.format) ? 1 : static_cast<uint32_t>(w.group / share);
   return {static_cast<const uint8_t*>(w.scales),
           w.zeros,
           static_cast<int>(w.n_tiles),
@@ -224,7 +264,7 @@ inline Source source(const QuantPack& w, int columns, int share) {
           shares == 1 ? 0 : UINT32_MAX / shares + 1,
           w.scale_rows,
           w.scale_dtype == Dtype::kF16,
-          w.groups == 1 || w.group % columns == 0};
+          is_uniform(w, columns)};
 }
 
 /// Makes the tensor map of a pack's tiles, in boxes of one stage.

@@ -4,20 +4,23 @@
 // Integers: the bits of q combined by `or` with the bits of 128.0 are the bf16 number 128 + q (7 bits of mantissa), so
 // q - zero costs a mask and a subtraction for two weights, without rounding. int8 has one bit more than the mantissa,
 // which is added separately. e4m3: its exponent and mantissa, moved to their places in bf16, are the number times
-// 2^-120. 0x7f and 0xff, which are NaN, become 480.
+// 2^-120. 0x7f and 0xff, which are NaN, become 480. FP4: the same with 2^-126, and the scale in the factor (fp4.cuh).
 #pragma once
 
 #include <cuda_fp16.h>
 
 #include "codes.cuh"
 #include "ptx/common.cuh"
+#include "quant/fp4.cuh"
 
 namespace moe::quant {
 
 /// Columns of a tile of 512 bytes.
-constexpr int tile_columns(QuantFormat format) { return format == QuantFormat::kInt4 ? 64 : 32; }
+constexpr int tile_columns(QuantFormat format) { return code_bits(format) == 4 ? 64 : 32; }
 /// Words of a lane in a k-step.
-constexpr int step_words(QuantFormat format) { return format == QuantFormat::kInt4 ? 1 : 2; }
+constexpr int step_words(QuantFormat format) { return code_bits(format) == 4 ? 1 : 2; }
+/// K-steps of 16 columns with one operand of `unpack`, where this is the scale.
+__host__ __device__ constexpr int operand_steps(QuantFormat format) { return fp4_group(format) / 16; }
 
 // ---- two bf16 in a word
 
@@ -69,10 +72,21 @@ __device__ __forceinline__ uint2 scale_operands(float scale) {
   return {high, pack_bf16(rest, rest)};
 }
 
+/// The operands of FP4 for rows g and g + 8; `scales` points to the scale of row g in a group.
+template <QuantFormat kFormat>
+__device__ __forceinline__ void load_fp4_operands(const uint8_t* scales, uint32_t (&operand)[2]) {
+  operand[0] = fp4_operand<kFormat>(scales[0]), operand[1] = fp4_operand<kFormat>(scales[8]);
+}
+/// What multiplies the sums of row g, or of row g + 8; `factors` points to the factor of row g.
+template <QuantFormat kFormat>
+__device__ __forceinline__ float load_fp4_factor(const uint8_t* factors, int half) {
+  return reinterpret_cast<const float*>(factors)[8 * half] * fp4_unit<kFormat>();
+}
+
 // ---- weights
 
 /// a = q - zero[0] of row g (a0, a2) and q - zero[1] of row g + 8 (a1, a3), or e4m3(q), exact, of the k-step whose
-/// words are v[0 .. step_words).
+/// words are v[0 .. step_words). FP4: e2m1(q) times the scale, for which `zero` has the operand.
 template <QuantFormat kFormat>
 __device__ __forceinline__ void unpack(const uint32_t* v, const uint32_t (&zero)[2], uint32_t (&a)[4]) {
 #pragma unroll
@@ -84,6 +98,8 @@ __device__ __forceinline__ void unpack(const uint32_t* v, const uint32_t (&zero)
       const uint32_t q = v[i / 2] >> (8 * row);
       const uint32_t low = and_or(q, 0x007f007fu, kPair128), top = and_or(q, 0x00800080u, kPair128);
       a[i] = add2(sub2(low, zero[row]), sub2(top, kPair256));
+    } else if constexpr (is_fp4(kFormat)) {
+      a[i] = mul2(fp4_bits(v[0], i), zero[row]);
     } else {
       // Both shifts start from the word: shifting an already shifted value would need one more mask.
       const uint32_t q = v[i / 2], rest = row == 0 ? q << 4 : q >> 4, sign = row == 0 ? q << 8 : q;

@@ -2,8 +2,9 @@
 // between a copy and a product, and warps never wait for each other.
 //
 // A place of the ring holds a step: up to 128 columns of a row of tiles, then the scales of their groups, then the zero
-// points. Where groups have 128 columns or more, a step's sums are scaled once. The overhead of a step also costs
-// instructions; with 64 columns it would cost as many as the products: 190 instead of 140 for 128 columns.
+// points, or the factors of FP4. Where groups have 128 columns or more, a step's sums are scaled once. The overhead of
+// a step also costs instructions; with 64 columns it would cost as many as the products: 190 instead of 140 for 128
+// columns.
 #pragma once
 
 #include "ptx/policy.cuh"
@@ -18,12 +19,16 @@ int with_step_kind(QuantFormat format, bool wide, F f) {
   switch (format) {
     case QuantFormat::kInt4: return wide ? f(Kind<QuantFormat::kInt4, 128>{}) : f(Kind<QuantFormat::kInt4, 32>{});
     case QuantFormat::kInt8: return wide ? f(Kind<QuantFormat::kInt8, 128>{}) : f(Kind<QuantFormat::kInt8, 32>{});
+    case QuantFormat::kFp4: return f(Kind<QuantFormat::kFp4, 128>{});
+    case QuantFormat::kNvfp4: return f(Kind<QuantFormat::kNvfp4, 128>{});
     default: return wide ? f(Kind<QuantFormat::kFp8, 128>{}) : cudaErrorInvalidValue;
   }
 }
 inline bool has_wide_groups(const Matrix& w) { return w.shift >= 7; }
 
 constexpr int kStepZeros = 128, kStepSide = 192;  // bytes from a step's scales to its zero points; bytes of both
+static_assert(kWideStep / fp4_group(QuantFormat::kNvfp4) * kFp4Bytes <= kStepZeros &&
+              kStepZeros + kFp4Factors <= kStepSide);
 /// The bytes of a place.
 __host__ __device__ constexpr int step_bytes(QuantFormat format) { return tile_bytes(format, kWideStep) + kStepSide; }
 
@@ -37,7 +42,8 @@ struct TileRow {
 /// take more instructions than multiplying it.
 struct TileRows {
   const uint8_t* q = nullptr;  // this lane's weights in the first row of tiles
-  // The first lanes copy the scales of a step, the next ones its zero points, 8 bytes each.
+  // The first lanes copy the scales of a step, the next ones its zero points, 8 bytes each; FP4: the factors of the
+  // rows, which are the same for all steps.
   const uint8_t* side = nullptr;
   uint32_t row_bytes = 0, side_row = 0, side_each = 0;
   uint32_t groups = 0;  // this lane copies only if at least this many groups follow from the step's first one on
@@ -48,6 +54,17 @@ struct TileRows {
       : q(w.q + threadIdx.x % 32 * 16), row_bytes(tile_bytes(format, w.k)), shift(w.shift) {
     const int lane = threadIdx.x % 32;
     const int of_step = max(1, kWideStep >> shift), each = w.scale_bytes / 8, scales = of_step * each;
+    if (is_fp4(format)) {
+      side_row = fp4_row_bytes(w.groups);
+      if (lane < scales) {
+        side = w.scales + kFp4Factors + lane * 8, side_to = lane * 8;
+        side_each = kFp4Bytes, groups = max(0, w.groups - lane / (kFp4Bytes / 8));
+      } else if (lane < scales + kFp4Factors / 8) {
+        const int i = lane - scales;
+        side = w.scales + i * 8, side_to = kStepZeros + i * 8, side_each = 0, groups = w.groups;
+      }
+      return;
+    }
     // The group of this lane: `each` is 1, 4 or 8, and a division would take longer.
     const int of_lane = lane >> (31 - __clz(each));
     if (lane < scales) {
@@ -74,6 +91,10 @@ struct LaneScales {
   __device__ __forceinline__ explicit LaneScales(const Matrix& w, QuantFormat format)
       : scale_bytes(w.scale_bytes), shift(w.shift), zeros(w.zeros != nullptr), f16(w.f16 != 0) {
     const uint32_t g = threadIdx.x % 32 / 4, size = format == QuantFormat::kFp8 ? 4 : 2;
+    if (is_fp4(format)) {
+      low = g, high = g + 8;
+      return;
+    }
     const bool halves = format == QuantFormat::kFp8 && scale_bytes == 8;
     low = halves ? 0 : g * size;
     high = halves ? 4 : low + 8 * size;
@@ -184,6 +205,11 @@ struct WarpRing {
     uint32_t zero[2];
     float low = 0, high = 0;
     const auto begin = [&](int share) {
+      if constexpr (is_fp4(kFormat)) {
+        const uint8_t* factors = side + kStepZeros + w.low * 4;
+        low = load_fp4_factor<kFormat>(factors, 0), high = load_fp4_factor<kFormat>(factors, 1);
+        return;
+      }
       const int group = kShares == 1 ? 0 : share * Kind::kShare >> w.shift;
       const uint8_t* from = side + group * w.scale_bytes;
       low = w.scale<kFormat>(from + w.low), high = w.scale<kFormat>(from + w.high);
@@ -214,6 +240,11 @@ struct WarpRing {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (kShares > 1 && i % 2 == 0) begin(half * 2 + i / 2);
+        if constexpr (is_fp4(kFormat)) {
+          const int k = half * 4 + i;
+          if (k % operand_steps(kFormat) == 0)
+            load_fp4_operands<kFormat>(side + w.low + k / operand_steps(kFormat) * kFp4Bytes, zero);
+        }
         uint32_t a[4];
         unpack<kFormat>(word + i * kWords, zero, a);
         mma_bf16(acc[i % 2], a, of.word[2 * i], of.word[2 * i + 1]);

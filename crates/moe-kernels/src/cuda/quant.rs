@@ -23,7 +23,7 @@ use crate::plan::{DequantiseCall, DequantiseForm, Form, QuantWeights};
 use crate::quant::{
     ACT_ORDER, QuantPacking, QuantRows, QuantUse, StoredBatches, TILE_ROWS, Tiles, check_matrices,
 };
-use crate::scheme::{Levels, QuantScheme};
+use crate::scheme::QuantScheme;
 use crate::tags::Activation;
 use crate::view::{View, ViewMut};
 
@@ -222,11 +222,11 @@ impl DevicePack {
         })
     }
 
-    /// The dtype of scales, or of the floats that groups share where the scales are bytes of two levels.
+    /// The dtype of scales, or of the factors of rows where the scales are bytes.
     fn scale_dtype(&self, op: &str) -> Result<Dtype> {
-        match self.tiles.scheme.levels {
-            Levels::Fp8 => Ok(Dtype::F32),
-            Levels::One | Levels::Two(_) => Dtype::of(op, self.scales.dtype()),
+        match self.scales.dtype() {
+            DType::U8 => Ok(Dtype::F32),
+            dtype => Dtype::of(op, dtype),
         }
     }
 

@@ -131,7 +131,7 @@ impl ExpertsCall {
         // The columns of activations are in the order of w13's rows. If w2's columns are sorted, w13's rows are sorted
         // in the same way when they are loaded.
         w2.expect_order_of_x()?;
-        if w13.scheme.codes == w2.scheme.codes { Ok(()) } else { Err(Reason::Quant { got: w2.scheme }) }
+        if w13.has_codec_of(&w2) { Ok(()) } else { Err(Reason::Quant { got: w2.scheme }) }
     }
 
     /// Fails if each expert has its own order of columns: the kernel reads each row once for all experts.

@@ -101,9 +101,14 @@ fn quantised_experts_take_the_fast_kernels_where_these_read_them() {
     let kernel =
         |call: &ExpertsCall, machine| ExpertsForm::choose(call, &machine).map(|form| form.kernel(call));
     let block = QuantScheme::fp8(QuantGroup::Block { n: 128, k: 128 });
-    for (scheme, scales) in
-        [(int(4, 128, false), DType::F16), (int(8, 32, false), DType::BF16), (block, DType::F32)]
-    {
+    let fp4 = |group| QuantScheme::fp4(QuantGroup::Size(group));
+    for (scheme, scales) in [
+        (int(4, 128, false), DType::F16),
+        (int(8, 32, false), DType::BF16),
+        (block, DType::F32),
+        (fp4(32), DType::U8),
+        (fp4(16).with_fp8_scales(), DType::U8),
+    ] {
         for (tokens, want) in [
             (1, "quant_layer_stream"),
             (6, "quant_experts_tensor"),
@@ -118,9 +123,42 @@ fn quantised_experts_take_the_fast_kernels_where_these_read_them() {
         assert_eq!(kernel(&call(1, scheme, scales), ampere).as_deref(), Some("any_quant_experts"));
     }
     let group = int(4, 48, false);
-    let fp4 = QuantScheme::fp4(QuantGroup::Size(32));
-    for (scheme, scales) in [(group, DType::F16), (int(4, 128, false), DType::F32), (fp4, DType::BF16)] {
+    for (scheme, scales) in [
+        (group, DType::F16),
+        (int(4, 128, false), DType::F32),
+        (fp4(64), DType::U8),
+        (fp4(32).with_fp8_scales(), DType::U8),
+    ] {
         assert_eq!(kernel(&call(1, scheme, scales), hopper()).as_deref(), Some("any_quant_experts"));
+    }
+    // The products of one launch have weights of one format.
+    let mut mixed = call(1, fp4(32), DType::U8);
+    mixed.quant.as_mut().unwrap()[1].scheme = fp4(16).with_fp8_scales();
+    assert_eq!(kernel(&mixed, hopper()).as_deref(), Some("any_quant_experts"));
+}
+
+/// Its hidden and intermediate size, 2880, are 22.5 steps of 128 columns.
+#[test]
+fn gpt_oss_takes_the_fast_kernels() {
+    let scheme = QuantScheme::fp4(QuantGroup::Size(32));
+    let call = |tokens| ExpertsCall {
+        tokens,
+        top_k: 4,
+        num_ids: 32,
+        num_local: 32,
+        hidden: 2880,
+        inter: 2880,
+        quant: Some(packs(scheme, DType::U8, [ColumnOrder::Input; 2])),
+        ..QWEN3_30B
+    };
+    for (tokens, want) in [
+        (1, ExpertsForm::OneLaunch),
+        (4, ExpertsForm::OneLaunch),
+        (5, ExpertsForm::Tensor),
+        (511, ExpertsForm::Tensor),
+        (512, ExpertsForm::Wide),
+    ] {
+        assert_eq!(ExpertsForm::choose(&call(tokens), &hopper()), Some(want), "{tokens}");
     }
 }
 

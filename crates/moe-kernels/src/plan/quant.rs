@@ -52,12 +52,21 @@ impl QuantWeights {
             }
             Codes::Int(4 | 8) => (INT_GROUP, 16),
             Codes::E4m3 => (FP8_GROUP, 32),
+            Codes::E2m1 if self.scheme.group_size(k) == fp4_group(self.scheme) => {
+                return expect_steps("n", n, 16);
+            }
             _ => return Err(refused),
         };
         expect_steps("n", n, rows)?;
         let group = self.scheme.group_size(k);
         let is_step = group.is_power_of_two() && group >= least;
         if group >= k || is_step { Ok(()) } else { Err(refused) }
+    }
+
+    /// Whether two matrices have the same codes and the same kind of scales, so that one kernel reads both.
+    pub(super) fn has_codec_of(&self, other: &Self) -> bool {
+        let levels = |weights: &Self| weights.scheme.levels == Levels::Fp8;
+        self.scheme.codes == other.scheme.codes && levels(self) == levels(other)
     }
 
     /// This matrix for rows of x that are in the order of its columns.
@@ -76,6 +85,11 @@ impl QuantWeights {
             got => Err(Reason::Columns { got }),
         }
     }
+}
+
+/// The columns of FP4 that share a scale in the fast kernels: those of NVFP4, whose scales have two levels, or of MXFP4.
+fn fp4_group(scheme: QuantScheme) -> usize {
+    if scheme.levels == Levels::Fp8 { 16 } else { 32 }
 }
 
 /// Fails for a number format for which the kernels of the CPU, or of GPUs, have no codec.

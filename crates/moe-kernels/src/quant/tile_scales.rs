@@ -3,11 +3,13 @@
 // Only CUDA builds have a device to pack for; the forms are tested in all.
 #![cfg_attr(not(feature = "cuda"), allow(dead_code))]
 
+use candle_core::Result;
 use half::{bf16, f16};
 
+use super::fp4;
 use super::tiles::TILE_ROWS;
 use crate::element::Float;
-use crate::scheme::{Codes, Levels, QuantScheme};
+use crate::scheme::{Codes, QuantScheme};
 
 /// Rows that share scales in schemes with blocks.
 const BLOCK_ROWS: usize = 128;
@@ -18,8 +20,8 @@ pub(crate) enum PackedScales {
     F16(Vec<f16>),
     Bf16(Vec<bf16>),
     F32(Vec<f32>),
-    /// For each tile row the floats that its rows' groups share, and [groups, 16] factors, which are E4M3.
-    Fp8(Vec<u8>),
+    /// FP4: for each tile row the factors of its rows in f32, and [groups, 16] bytes.
+    Fp4(Vec<u8>),
 }
 
 impl PackedScales {
@@ -34,19 +36,26 @@ impl PackedScales {
         tiles_agree && blocks.remainder().is_empty() && rows_agree()
     }
 
-    /// Chooses the form of scales, of which a tile row has [`lines`](super::Tiles::scale_lines) of 16. Integers and FP4
-    /// have the shorter type that holds all scales, and two levels stay so. FP8 has f32, with one scale for eight rows
-    /// if these agree. Also returns the number of scales of a tile row in a group.
-    pub(crate) fn new(scheme: QuantScheme, scales: Vec<f32>, lines: usize) -> (Self, usize) {
-        if scheme.levels == Levels::Fp8 {
-            return (Self::Fp8(levels(&scales, lines)), TILE_ROWS);
+    /// Chooses the form of scales, of which a tile row has [`lines`](super::Tiles::scale_lines) of 16. Integers have the
+    /// shorter type that holds all scales, FP4 has bytes. FP8 has f32, with one scale for eight rows if these agree.
+    /// Also returns the number of scales of a tile row in a group.
+    ///
+    /// # Errors
+    /// Scales that bytes do not hold.
+    pub(crate) fn new(scheme: QuantScheme, scales: Vec<f32>, lines: usize) -> Result<(Self, usize)> {
+        if scheme.codes == Codes::E2m1 {
+            let mut bytes = Vec::with_capacity(scales.len() + scales.len() / lines.max(1) * size_of::<f32>());
+            for tile in scales.chunks_exact((lines * TILE_ROWS).max(1)) {
+                fp4::push_scales(scheme, tile, &mut bytes)?;
+            }
+            return Ok((Self::Fp4(bytes), TILE_ROWS));
         }
         if scheme.codes == Codes::E4m3 {
             let halves = || scales.chunks_exact(TILE_ROWS / 2);
-            return match halves().all(|half| half.iter().all(|scale| *scale == half[0])) {
+            return Ok(match halves().all(|half| half.iter().all(|scale| *scale == half[0])) {
                 true => (Self::F32(halves().map(|half| half[0]).collect()), 2),
                 false => (Self::F32(scales), TILE_ROWS),
-            };
+            });
         }
         fn narrowed<T: Float>(scales: &[f32]) -> Option<Vec<T>> {
             let exact = |s: &f32| Some(T::narrow(*s)).filter(|n| n.widen() == *s || s.is_nan());
@@ -59,17 +68,6 @@ impl PackedScales {
         } else {
             Self::F32(scales)
         };
-        (packed, TILE_ROWS)
+        Ok((packed, TILE_ROWS))
     }
-}
-
-/// The bytes of scales in two levels.
-fn levels(scales: &[f32], lines: usize) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(scales.len() + scales.len() / lines.max(1) * 3);
-    for tile in scales.chunks_exact((lines * TILE_ROWS).max(1)) {
-        let (shared, factors) = tile.split_at(TILE_ROWS);
-        bytes.extend(shared.iter().flat_map(|shared| shared.to_le_bytes()));
-        bytes.extend(factors.iter().map(|factor| *factor as u8));
-    }
-    bytes
 }

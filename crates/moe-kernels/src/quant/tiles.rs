@@ -12,11 +12,13 @@ use std::ops::Range;
 
 use candle_core::{Result, bail};
 
+use super::fp4;
 use super::packing::check_rows;
 use super::sorted::{NO_COLUMN, Sorted};
 use super::{LogicalRows, QuantRows};
+use crate::codes::e4m3;
 use crate::plan::ColumnOrder;
-use crate::scheme::{Levels, QuantScheme};
+use crate::scheme::{Codes, Levels, QuantScheme};
 
 /// Rows of a tile.
 pub(crate) const TILE_ROWS: usize = 16;
@@ -220,6 +222,13 @@ impl Tiles {
                 self.code(e, &rows.q[i * self.width..(i + 1) * self.width], coded, |group| {
                     zeros.get(group * TILE_ROWS + lane).copied().unwrap_or(self.scheme.middle())
                 });
+                if self.scheme.codes == Codes::E2m1 {
+                    let columns = coded.len().min(self.dims[2]);
+                    for (group, codes) in coded[..columns].chunks_mut(self.group).enumerate() {
+                        let from = self.logical_group(e, group.min(self.groups - 1)).min(groups.max(1) - 1);
+                        fp4::take_scale(codes, self.sign_of_scale(rows, i * groups + from));
+                    }
+                }
             }
             for scales in scales.chunks_exact_mut(TILE_ROWS) {
                 let scales = &mut scales[half * TILE_ROWS / 2..][..halves];
@@ -228,7 +237,12 @@ impl Tiles {
             }
         }
         match tile_columns(self.scheme) {
-            64 => four_bits(&scratch.coded, self.k_packed, q),
+            64 => {
+                four_bits(&scratch.coded, self.k_packed, q);
+                if self.scheme.codes == Codes::E2m1 {
+                    fp4::order_bits(q);
+                }
+            }
             _ => eight_bits(&scratch.coded, self.k_packed, q),
         }
         Ok(())
@@ -241,6 +255,15 @@ impl Tiles {
             Levels::One | Levels::Two(_) => rows.scale.get(i).copied(),
         };
         scale.unwrap_or(0.0)
+    }
+
+    /// A number with the sign of scale `i` of the rows that is zero, or NaN, where the scale is. A product of two levels
+    /// may be zero although none of them is.
+    fn sign_of_scale(&self, rows: &LogicalRows, i: usize) -> f32 {
+        match self.scheme.levels {
+            Levels::Fp8 => rows.scale_levels.factor.get(i).map_or(0.0, |factor| e4m3(*factor)),
+            Levels::One | Levels::Two(_) => rows.scale.get(i).copied().unwrap_or(0.0),
+        }
     }
 
     /// The logical group, counted from the group of the first input, of a packed group of matrix `e`.

@@ -5,7 +5,6 @@ use candle_core::DType;
 use half::{bf16, f16};
 
 use super::*;
-use crate::codes::e4m3;
 use crate::quant::tile_scales::PackedScales;
 use crate::scheme::QuantGroup;
 
@@ -36,7 +35,7 @@ impl Scattered {
 
     /// The two levels of a scale, where the scheme has them.
     fn levels(&self, row: usize, group: usize) -> (u8, f32) {
-        (hash(self.seed ^ 9, row * 1000 + group) as u8 & 0x7e, 0.1 + row as f32 * 1e-3)
+        (hash(self.seed ^ 9, row * 1000 + group) as u8 & 0xfe, 0.1 + row as f32 * 1e-3)
     }
 
     fn scale(&self, row: usize, group: usize) -> f32 {
@@ -64,10 +63,15 @@ impl Scattered {
         }
     }
 
-    /// The weight of column `column` in logical order, and the integers from which it is computed.
+    /// The weight of column `column` in logical order, and the integers from which it is computed. A code of FP4 has the
+    /// sign of its scale, too, and is zero where the scale is.
     fn value(&self, row: usize, column: usize) -> (f32, u8, u8) {
         let group = column / self.scheme.group_size(self.k);
-        (self.scale(row, group), self.coded(row, column), self.zero(row, group))
+        let scale = self.scale(row, group);
+        let sign = if self.scheme.codes == Codes::E2m1 && scale.is_sign_negative() { 8 } else { 0 };
+        let is_zero = self.scheme.codes == Codes::E2m1 && scale == 0.0;
+        let q = (self.coded(row, column) ^ sign) & if is_zero { 8 } else { 255 };
+        (scale, q, self.zero(row, group))
     }
 }
 
@@ -97,6 +101,14 @@ impl QuantRows for Scattered {
         };
         Ok(())
     }
+}
+
+/// The code of weight wi in a word: `fp4_code` of cuda/quant/fp4.cuh.
+fn fp4_code(word: u32, i: usize) -> u32 {
+    // The places of a code's bits in the half of a word, from the lowest; the third pair's sign is in the other half.
+    let [a, b, c, sign] = [[0, 1, 2, 9], [4, 5, 6, 13], [10, 11, 12, 19], [14, 7, 8, 15]][i / 2];
+    let bit = |at: usize| word >> ((at + 16 * (i % 2)) % 32) & 1;
+    bit(a) | bit(b) << 1 | bit(c) << 2 | bit(sign) << 3
 }
 
 /// A pack made row by row.
@@ -150,6 +162,7 @@ impl Made {
             u32::from_le_bytes([self.q[at], self.q[at + 1], self.q[at + 2], self.q[at + 3]])
         };
         let q = match columns {
+            64 if self.tiles.scheme.codes == Codes::E2m1 => fp4_code(word(step), i),
             64 => word(step) >> (4 * (i / 2) + 16 * (i % 2)) & 15,
             _ => word(step * 2 + i / 4) >> ([0, 16, 8, 24][i % 4]) & 255,
         };
@@ -294,12 +307,12 @@ fn the_order_of_columns_is_told() -> Result<()> {
 fn scales_take_the_shortest_exact_type() {
     let scheme = int(4, 32, false, false);
     let of = |scheme, scales: Vec<f32>| {
-        let (packed, rows) = PackedScales::new(scheme, scales, 1);
+        let (packed, rows) = PackedScales::new(scheme, scales, 1).unwrap();
         let dtype = match packed {
             PackedScales::F16(_) => DType::F16,
             PackedScales::Bf16(_) => DType::BF16,
             PackedScales::F32(_) => DType::F32,
-            PackedScales::Fp8(_) => DType::U8,
+            PackedScales::Fp4(_) => DType::U8,
         };
         (dtype, rows)
     };
@@ -313,8 +326,7 @@ fn scales_take_the_shortest_exact_type() {
     assert_eq!(of(fp8(QuantGroup::Channel), halves), (DType::F32, 16));
     // Every scale of MXFP4 is a power of two.
     let fp4 = QuantScheme::fp4(QuantGroup::Size(32));
-    assert_eq!(of(fp4, (0..16).map(|i| 2f32.powi(-i)).collect()), (DType::F16, 16));
-    assert_eq!(of(fp4, (0..254).map(|i| 2f32.powi(i - 127)).collect()), (DType::BF16, 16));
+    assert_eq!(of(fp4, (0..240).map(|i| 2f32.powi(i - 126)).collect()), (DType::U8, 16));
 }
 
 /// 16 floats of f32, then the bytes of two groups, for each of two tile rows.
@@ -322,11 +334,12 @@ fn scales_take_the_shortest_exact_type() {
 fn two_levels_of_scales_are_bytes() {
     let line = |first: f32| (0..16).map(move |i| first + i as f32);
     let tile = |first: f32| line(first + 0.5).chain(line(first)).chain(line(first + 16.0));
-    let (packed, rows) = PackedScales::new(nvfp4(), tile(0.0).chain(tile(100.0)).collect(), 3);
-    let PackedScales::Fp8(bytes) = packed else { panic!("{packed:?}") };
+    let (packed, rows) = PackedScales::new(nvfp4(), tile(8.0).chain(tile(80.0)).collect(), 3).unwrap();
+    let PackedScales::Fp4(bytes) = packed else { panic!("{packed:?}") };
     assert_eq!((bytes.len(), rows), (2 * (64 + 32), 16));
-    assert_eq!(bytes[96..104], [100.5f32.to_le_bytes(), 101.5f32.to_le_bytes()].concat());
-    assert_eq!(bytes[96 + 64..], (100..132).collect::<Vec<u8>>());
+    assert_eq!(bytes[96..104], [80.5f32.to_le_bytes(), 81.5f32.to_le_bytes()].concat());
+    // The exponents of E4M3 that is normal are 3 less.
+    assert_eq!(bytes[96 + 64..], (80 + 24..112 + 24).collect::<Vec<u8>>());
 }
 
 #[test]
@@ -343,13 +356,13 @@ fn blocks_of_128_rows_are_told_from_others() {
         (0..rows / TILE_ROWS).flat_map(of_tile).collect()
     };
     let in_blocks = |scales| {
-        let (packed, of_tile) = PackedScales::new(fp8(QuantGroup::Channel), scales, groups);
+        let (packed, of_tile) = PackedScales::new(fp8(QuantGroup::Channel), scales, groups).unwrap();
         packed.in_blocks(groups, of_tile)
     };
     assert!(in_blocks(scales(384, 128)) && in_blocks(scales(384, 384)));
     for other in [scales(384, 64), scales(384, 96), scales(384, 8), scales(384, 1), scales(320, 128)] {
         assert!(!in_blocks(other));
     }
-    let integers = PackedScales::new(int(4, 32, false, false), scales(384, 128), groups);
+    let integers = PackedScales::new(int(4, 32, false, false), scales(384, 128), groups).unwrap();
     assert!(!integers.0.in_blocks(groups, integers.1));
 }

@@ -53,13 +53,13 @@ pub(super) fn pack(
         })
     };
     places.into_par_iter().try_for_each_init(TileScratch::default, fill)?;
-    let (scales, scale_rows) = PackedScales::new(tiles.scheme, scales, tiles.scale_lines());
+    let (scales, scale_rows) = PackedScales::new(tiles.scheme, scales, tiles.scale_lines())?;
     let in_blocks = scales.in_blocks(tiles.groups, scale_rows);
     let scales = match &scales {
         PackedScales::F16(scales) => upload(scales, ex)?,
         PackedScales::Bf16(scales) => upload(scales, ex)?,
         PackedScales::F32(scales) => upload(scales, ex)?,
-        PackedScales::Fp8(scales) => upload(scales, ex)?,
+        PackedScales::Fp4(scales) => upload(scales, ex)?,
     };
     let zeros = tiles.own_zeros().then(|| upload(&zeros, ex)).transpose()?;
     Ok(Arrays { q, scales, scale_rows, in_blocks, zeros })
