@@ -93,7 +93,8 @@ fn start(
     check_weights: bool,
     asks: &Asks,
 ) -> Result<Started> {
-    let config = RunConfig { check_weights, ..args.config() };
+    let survive_lost_replicas = asks.survives_lost_replicas();
+    let config = RunConfig { check_weights, survive_lost_replicas, ..args.config() };
     let Checked { source, files, tokenizer } = preflight::check(program, model, args, asks)?;
     let run = Run::start(&config, program.families, &model.name())?;
     if !args.skip_memory_check {
@@ -129,6 +130,7 @@ impl RunArgs {
             placements: self.parallel.placements.config(),
             eplb: self.parallel.placements.eplb(),
             expert_offload: self.expert_offload,
+            survive_lost_replicas: false,
         }
     }
 }

@@ -169,9 +169,11 @@ impl Run {
             );
         }
         let Self { config, processes, .. } = self;
+        let survives = config.survives();
         let parallel = config.parallel;
         let eplb = config.eplb;
         Ok(Session {
+            survives,
             eplb,
             model,
             ex,

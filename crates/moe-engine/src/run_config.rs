@@ -49,6 +49,9 @@ pub struct RunConfig {
     pub parallel: ParallelConfig,
     /// Where the ranks run.
     pub executor: ExecutorBackend,
+    /// Whether the run goes on when a data-parallel replica in other processes is lost, as long as the first one runs.
+    /// Replicas that share their experts need each other, so they always end together.
+    pub survive_lost_replicas: bool,
     /// Whether and how MoE layers cut their tokens.
     pub chunked_moe: ChunkedMoe,
     /// Which experts each rank holds.
@@ -125,6 +128,11 @@ impl RunConfig {
         refused.map_or(Ok(()), |why: String| Err(usage(format!("`expert_offload` {why}"))))
     }
 
+    /// Whether the run goes on without a replica that is lost.
+    pub(crate) fn survives(&self) -> bool {
+        self.survive_lost_replicas && !self.parallel.enable_expert_parallel
+    }
+
     /// The options with which a rank loads the model; `context` has the rank's place.
     pub(crate) fn load_options(&self, context: BlockContext) -> LoadOptions {
         LoadOptions {
@@ -176,7 +184,7 @@ impl RunConfig {
     pub(crate) fn agreed(&self, model: &str, ex: &Exec) -> Vec<(String, String)> {
         let p = &self.parallel;
         let chunks = &self.chunked_moe;
-        let all: [(&str, String); 21] = [
+        let all: [(&str, String); 22] = [
             ("the program's version", env!("CARGO_PKG_VERSION").to_string()),
             ("`model`", model.to_string()),
             ("`tp`", p.tp.to_string()),
@@ -185,6 +193,7 @@ impl RunConfig {
             ("`backend`", p.backend.to_string()),
             ("`deepep_mode`", p.deepep_mode.to_string()),
             ("`placement`", p.placement.to_string()),
+            ("`survive_lost_replicas`", self.survive_lost_replicas.to_string()),
             ("`enable_chunked_moe`", chunks.enable_chunked_moe.to_string()),
             ("`chunked_moe_size`", chunks.chunked_moe_size.to_string()),
             ("`moe_memory_budget`", format!("{:?}", chunks.moe_memory_budget)),

@@ -26,6 +26,8 @@ pub struct Session {
     pub backend: serde_json::Value,
     pub(crate) world: Arc<dyn Communicator>,
     pub(crate) parallel: ParallelConfig,
+    /// Whether engines go on without a replica that is lost.
+    pub(crate) survives: bool,
     /// How engines balance the experts.
     pub(crate) eplb: Option<EplbConfig>,
     /// The processes of the other ranks.
@@ -58,7 +60,12 @@ impl Session {
         };
         match &self.processes {
             Some(processes) => {
-                DpEngine::over_processes(first, processes.leaders(&self.parallel), tokenizer, &config)
+                let leaders = processes.leaders(&self.parallel);
+                let mut engine = DpEngine::over_processes(first, leaders, tokenizer, &config)?;
+                if self.survives {
+                    engine.survive();
+                }
+                Ok(engine)
             }
             None => DpEngine::new(first, self.replicas.clone(), tokenizer, &config),
         }

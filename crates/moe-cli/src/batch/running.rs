@@ -104,9 +104,12 @@ impl<'m> Batch<'m> {
                 }
             }
             self.fill_engine(more)?;
-            for output in self.engine.step()? {
-                self.output(output)?;
-            }
+            let outputs = self.engine.step()?;
+            self.engine
+                .take_restarted()
+                .into_iter()
+                .for_each(|(request, index)| self.restart(request, index));
+            outputs.into_iter().try_for_each(|output| self.output(output))?;
             self.progress.prompts = self.engine.prompt_progress();
             self.progress.show();
             if self.metrics.as_ref().is_some_and(Metrics::is_due) {
@@ -221,6 +224,15 @@ impl<'m> Batch<'m> {
         let line = Line { key, repeats, form, requests, choices, unfinished, _grammar: grammar };
         self.lines.insert(number, line);
         Ok(())
+    }
+
+    /// Forgets what a choice has generated: its rank was lost, and it begins again on another one.
+    fn restart(&mut self, request: RequestId, index: usize) {
+        let Some(&(number, first)) = self.owners.get(&request) else { return };
+        let line = self.lines.get_mut(&number);
+        let Some(choice) = line.and_then(|line| line.choices.get_mut(first + index)) else { return };
+        self.progress.tokens -= choice.num_tokens as u64;
+        *choice = Choice::default();
     }
 
     fn output(&mut self, output: Output) -> Result<()> {

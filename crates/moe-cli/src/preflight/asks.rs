@@ -18,6 +18,8 @@ use crate::options;
 pub struct Asks<'a> {
     text: Option<Text<'a>>,
     further: Option<Further<'a>>,
+    /// Whether the command goes on when a replica of the model is lost.
+    survives_lost_replicas: bool,
     /// The bytes of each GPU that may be used, for a command without flags of the engine.
     gpu_memory: Option<u64>,
 }
@@ -85,7 +87,7 @@ impl<'a> Asks<'a> {
     /// Returns the requirements of `batch`. A chat template is not among them, because some requests need none.
     pub fn of_batch(args: &'a BatchArgs) -> Self {
         let text = Self::of_answer(&args.answer, args.chat, !args.skip_tokenizer_init);
-        Self { text: Some(text), ..Self::default() }
+        Self { text: Some(text), survives_lost_replicas: true, ..Self::default() }
     }
 
     /// Returns the requirements of commands that answer conversations.
@@ -114,6 +116,11 @@ impl<'a> Asks<'a> {
         let sequences = usize::MAX;
         let is_limited = false;
         Text { sampling, engine, n, sequences, is_limited, template, needs_template, tokenizes }
+    }
+
+    /// Whether the command goes on when a replica of the model is lost.
+    pub fn survives_lost_replicas(&self) -> bool {
+        self.survives_lost_replicas
     }
 
     /// The flags of the engine, if the command has them.

@@ -71,6 +71,15 @@ impl SocketComm {
         Ok(Self { member, group: ALL, members, rank, turn: Mutex::new(()), supervised: false })
     }
 
+    /// From now on this process survives the loss of a rank of another replica: a rank that ends without leaving, or
+    /// that gives no sign of life. A replica is `size` ranks that follow each other, from rank 0 on. If one rank of a
+    /// replica is lost, all of them are; those that still run are told to end, and their world fails. [`Messages`] tell
+    /// that a rank is lost, and a collective with it fails the world. The first replica cannot be lost: without one of
+    /// its ranks the world fails. All ranks call this, in worlds whose replicas share no collective.
+    pub fn survive_replicas(&self, size: usize) {
+        self.world().survive(size);
+    }
+
     /// Messages between this process and the others, which are independent of the collectives.
     pub fn messages(&self) -> Messages {
         Messages(self.member.clone())

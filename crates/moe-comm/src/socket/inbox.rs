@@ -1,6 +1,6 @@
 //! Data from other ranks that has arrived and has not been taken yet.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
 use crate::round::wait::Absent;
 use crate::socket::frame::{Frame, MAX_DATA, MAX_MESSAGE, PostHead};
@@ -33,6 +33,8 @@ pub(super) struct Inbox {
     rows: Vec<u64>,
     /// Ranks that have said goodbye.
     gone: Vec<bool>,
+    /// Ranks that ended in another way although the world goes on, and why.
+    lost: BTreeMap<usize, String>,
     /// Whether this rank has ended.
     pub over: bool,
 }
@@ -117,6 +119,28 @@ impl Inbox {
         self.gone.get(rank).copied().unwrap_or(false)
     }
 
+    /// Notes that a rank is lost. Returns whether that is new.
+    pub fn lose(&mut self, rank: usize, why: &str) -> bool {
+        let is_new = !self.lost.contains_key(&rank);
+        self.lost.entry(rank).or_insert_with(|| why.to_string());
+        is_new
+    }
+
+    /// Why a rank was lost, if it was.
+    pub fn why_lost(&self, rank: usize) -> Option<&str> {
+        self.lost.get(&rank).map(String::as_str)
+    }
+
+    /// Whether any rank was lost.
+    pub fn some_are_lost(&self) -> bool {
+        !self.lost.is_empty()
+    }
+
+    /// Whether nothing else will come from a rank, because it said goodbye or was lost.
+    pub fn has_ended(&self, rank: usize) -> bool {
+        self.is_gone(rank) || self.lost.contains_key(&rank)
+    }
+
     pub fn take_message(&mut self, from: usize) -> Option<Vec<u8>> {
         let messages = self.messages.get_mut(from)?;
         let message = messages.waiting.pop_front()?;
@@ -136,7 +160,7 @@ impl Inbox {
         let is_missing = |&rank: &usize| rank != own && !self.has_post(group, members[rank]);
         let missing: Vec<usize> = (0..members.len()).filter(is_missing).collect();
         let has_left =
-            |&rank: &usize| self.is_gone(members[rank]) || self.left.contains(&(group, members[rank]));
+            |&rank: &usize| self.has_ended(members[rank]) || self.left.contains(&(group, members[rank]));
         let gone = missing.iter().copied().filter(has_left).collect();
         Absent { missing, gone }
     }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use candle_core::Result;
 
+use crate::error::CommError;
 use crate::lock::lock;
 use crate::round::wait::{Stop, sleep};
 use crate::socket::frame::Outgoing;
@@ -18,39 +19,52 @@ use crate::socket::world::{Member, World};
 #[derive(Clone, Debug)]
 pub struct Messages(pub(super) Arc<Member>);
 
+/// What a rank that waits for messages learns about another rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum News {
+    /// The rank has sent this message.
+    Message(Vec<u8>),
+    /// The rank has left normally.
+    Left,
+    /// The rank was lost for this reason, and the world goes on ([`SocketComm::survive_replicas`]).
+    ///
+    /// [`SocketComm::survive_replicas`]: crate::SocketComm::survive_replicas
+    Lost(String),
+}
+
 impl Messages {
-    /// Sends a message to a rank of the world. A rank that has left normally gets nothing.
+    /// Sends a message to a rank of the world. A rank that has left normally or was lost gets nothing.
     ///
     /// # Errors
-    /// The world has failed, or the rank does not read its messages.
+    /// The world has failed, or fails because the rank does not read its messages.
     pub fn send(&self, to: usize, message: &[u8]) -> Result<()> {
         let world = &self.0.0;
-        if world.failure().is_some() {
-            return Err(world.error());
+        world.check()?;
+        if let Err(Stop::Cause(cause)) = world.send(to, &Outgoing::Message(Vec::new()), message) {
+            world.lose(to, cause);
         }
-        world.send(to, &Outgoing::Message(Vec::new()), message).map_err(|stop| {
-            if let Stop::Cause(cause) = stop {
-                world.fail(cause);
-            }
-            world.error()
-        })
+        world.check()
     }
 
     /// The next message of a rank of the world; `None` once the rank has left normally. One thread at a time may wait
     /// for a rank.
     ///
     /// # Errors
-    /// The world has failed.
+    /// The world has failed, or the rank was lost.
     pub fn recv(&self, from: usize) -> Result<Option<Vec<u8>>> {
-        self.recv_any(&[from]).map(|(_, message)| message)
+        match self.recv_any(&[from])?.1 {
+            News::Message(message) => Ok(Some(message)),
+            News::Left => Ok(None),
+            News::Lost(why) => Err(CommError(why).into()),
+        }
     }
 
-    /// The next message of any of these ranks, with its sender. `from` has at least one rank. Once one of the ranks has
-    /// left normally, its message is `None`.
+    /// The next message of any of these ranks, with its sender, or the end of one of them. `from` has at least one
+    /// rank. All messages of a rank come before its end, and its end comes again in each call that names the rank.
     ///
     /// # Errors
     /// The world has failed.
-    pub fn recv_any(&self, from: &[usize]) -> Result<(usize, Option<Vec<u8>>)> {
+    pub fn recv_any(&self, from: &[usize]) -> Result<(usize, News)> {
         let world = &self.0.0;
         loop {
             {
@@ -60,7 +74,7 @@ impl Messages {
                 }
                 drop(sleep(&world.changed, inbox, world.look_interval()));
             }
-            self.look_after(from)?;
+            world.look_after(from);
         }
     }
 
@@ -69,36 +83,45 @@ impl Messages {
     ///
     /// # Errors
     /// The world has failed.
-    pub fn try_recv_any(&self, from: &[usize]) -> Result<Option<(usize, Option<Vec<u8>>)>> {
+    pub fn try_recv_any(&self, from: &[usize]) -> Result<Option<(usize, News)>> {
         let world = &self.0.0;
         if let Some(news) = world.next(&mut lock(&world.inbox), from)? {
             return Ok(Some(news));
         }
-        self.look_after(from)?;
+        world.look_after(from);
+        world.check()?;
         Ok(None)
     }
 
-    fn look_after(&self, ranks: &[usize]) -> Result<()> {
-        let world = &self.0.0;
-        world.look_after(ranks).map_err(|stop| {
-            if let Stop::Cause(cause) = stop {
-                world.fail(cause);
-            }
-            world.error()
-        })
+    /// Whether a rank of the world was lost.
+    pub fn some_are_lost(&self) -> bool {
+        lock(&self.0.0.inbox).some_are_lost()
+    }
+
+    /// Whether this rank of the world was lost.
+    pub fn is_lost(&self, rank: usize) -> bool {
+        lock(&self.0.0.inbox).why_lost(rank).is_some()
     }
 }
 
 impl World {
     /// The next item from these ranks. Messages come first, even if their rank has left or the world has failed.
-    fn next(&self, inbox: &mut Inbox, from: &[usize]) -> Result<Option<(usize, Option<Vec<u8>>)>> {
-        if let Some(news) = from.iter().find_map(|&rank| inbox.take_message(rank).map(|m| (rank, Some(m)))) {
-            return Ok(Some(news));
+    fn next(&self, inbox: &mut Inbox, from: &[usize]) -> Result<Option<(usize, News)>> {
+        let mut ranks = from.iter();
+        if let Some((rank, message)) = ranks.find_map(|&rank| Some((rank, inbox.take_message(rank)?))) {
+            return Ok(Some((rank, News::Message(message))));
         }
-        if self.failure().is_some() {
-            return Err(self.error());
-        }
-        Ok(from.iter().find(|&&rank| inbox.is_gone(rank)).map(|&rank| (rank, None)))
+        self.check()?;
+        let end = |rank: usize| match inbox.why_lost(rank) {
+            Some(why) => Some(News::Lost(why.to_string())),
+            None => inbox.is_gone(rank).then_some(News::Left),
+        };
+        Ok(from.iter().find_map(|&rank| Some((rank, end(rank)?))))
+    }
+
+    /// Fails if the world has failed.
+    fn check(&self) -> Result<()> {
+        self.failure().map_or(Ok(()), |_| Err(self.error()))
     }
 }
 

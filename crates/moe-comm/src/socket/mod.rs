@@ -7,7 +7,8 @@
 //! the collectives, and a rank may wait for them without a limit.
 //!
 //! A rank that ends says goodbye. A connection fails the [`world`] if it closes without a goodbye, breaks, or carries
-//! anything but frames. The first failure is sent to all ranks, in whatever group it happened.
+//! anything but frames. The first failure is sent to all ranks, in whatever group it happened. A world of replicas may
+//! instead go on without the replica of such a rank.
 
 mod admission;
 mod comm;
@@ -24,7 +25,7 @@ mod world;
 
 pub use comm::SocketComm;
 pub use frame::check_frames;
-pub use messages::{Messages, Watch};
+pub use messages::{Messages, News, Watch};
 pub use rendezvous::Join;
 pub use secret::{WORLD_SECRET, WorldSecret};
 pub use timeouts::SocketTimeouts;

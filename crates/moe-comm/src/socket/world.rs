@@ -30,6 +30,8 @@ pub(super) struct World {
     /// Indexed by rank; there is no link from a rank to itself.
     links: Vec<Option<Link>>,
     failure: OnceLock<String>,
+    /// The number of ranks of a replica, if the world survives the loss of replicas.
+    replica: OnceLock<usize>,
     pub inbox: Mutex<Inbox>,
     pub changed: Condvar,
     groups: AtomicU64,
@@ -64,6 +66,7 @@ impl World {
             inbox: Mutex::new(Inbox::new(links.len())),
             links,
             failure: OnceLock::new(),
+            replica: OnceLock::new(),
             changed: Condvar::new(),
             groups: AtomicU64::new(1),
         });
@@ -115,10 +118,37 @@ impl World {
         self.last_words(&Outgoing::abort(self.failure().unwrap_or_default()));
     }
 
-    /// Writes a frame to a rank. A rank that has left normally gets nothing; callers that wait for the rank learn that
-    /// it has left.
+    /// From now on the loss of a rank ends its replica alone: `size` ranks that follow each other.
+    pub fn survive(&self, size: usize) {
+        let _ = self.replica.set(size.max(1));
+    }
+
+    /// Another rank has ended without a goodbye, or nothing can be expected of it. If the world survives the loss of
+    /// replicas, and this is not the replica of this rank or of rank 0, the ranks of that replica are lost, and the
+    /// ones that still run are told to end. Otherwise the world fails.
+    pub fn lose(&self, rank: usize, why: String) {
+        let Some(&size) = self.replica.get() else { return self.fail(why) };
+        let replica = rank / size;
+        if replica == 0 || replica == self.rank / size {
+            return self.fail(why);
+        }
+        let ranks = replica * size..((replica + 1) * size).min(self.links.len());
+        let lost = {
+            let mut inbox = lock(&self.inbox);
+            ranks.filter(|&rank| inbox.lose(rank, &why)).collect::<Vec<_>>()
+        };
+        self.changed.notify_all();
+        let links = lost.iter().filter_map(|&rank| self.links.get(rank)?.as_ref());
+        links.for_each(|link| link.close(&Outgoing::abort(&why)));
+    }
+
+    /// Writes a frame to a rank. A rank that has left normally or was lost gets nothing; callers that wait for the rank
+    /// learn that.
     pub fn send(&self, to: usize, frame: &Outgoing, data: &[u8]) -> Outcome<()> {
         let Some(link) = self.links.get(to).and_then(Option::as_ref) else { return Ok(()) };
+        if lock(&self.inbox).why_lost(to).is_some() {
+            return Ok(());
+        }
         let Err(e) = link.send(frame, data) else { return Ok(()) };
         // Usually the rank has failed, and a frame with the reason is on its way.
         let start = Instant::now();
@@ -127,7 +157,7 @@ impl World {
             if self.failure().is_some() {
                 return Err(Stop::Failed);
             }
-            if inbox.is_gone(to) {
+            if inbox.has_ended(to) {
                 return Ok(());
             }
             let left = REASON.saturating_sub(start.elapsed());
@@ -153,27 +183,25 @@ impl World {
         }
     }
 
-    /// Pings the given ranks if they have been silent. The caller waits for these ranks.
-    ///
-    /// # Errors
-    /// A rank that does not answer has stopped, so nothing can be expected of it.
-    pub fn look_after(&self, ranks: &[usize]) -> Outcome<()> {
+    /// Pings the given ranks if they have been silent. The caller waits for these ranks. A rank that does not answer
+    /// has stopped, so nothing can be expected of it: it is [lost](Self::lose).
+    pub fn look_after(&self, ranks: &[usize]) {
         for &rank in ranks {
             let Some(link) = self.links.get(rank).and_then(Option::as_ref) else { continue };
             match link.silence(self.timeout) {
                 Silence::Short => {}
                 // If the connection broke, its reading thread reports that.
                 Silence::Ask => drop(link.send_now(&Outgoing::Ping)),
-                Silence::Stalled if lock(&self.inbox).is_gone(rank) => {}
+                Silence::Stalled if lock(&self.inbox).has_ended(rank) => {}
                 Silence::Stalled => {
                     let limit = self.timeout;
-                    return Err(Stop::Cause(format!(
-                        "rank {rank} stalled: it has given no sign of life for {limit:?}"
-                    )));
+                    self.lose(
+                        rank,
+                        format!("rank {rank} stalled: it has given no sign of life for {limit:?}"),
+                    );
                 }
             }
         }
-        Ok(())
     }
 
     /// How long to sleep between two checks of silent ranks.
@@ -210,7 +238,7 @@ impl World {
             (inbox.is_gone(from), inbox.over)
         };
         if !gone && !over {
-            self.fail(end);
+            self.lose(from, end);
         }
     }
 
@@ -235,11 +263,13 @@ impl World {
             match frame {
                 Frame::Post { group, head, data } => inbox.post(group, from, (head, data))?,
                 Frame::Leave { group } => inbox.leave(group, from)?,
+                // All that wait for a lost rank are told that nothing comes.
+                Frame::Message(_) if inbox.why_lost(from).is_some() => {}
                 Frame::Message(message) => inbox.message(from, message)?,
                 Frame::Bye => inbox.bye(from),
                 Frame::Abort(cause) => {
                     drop(inbox);
-                    self.fail(foreign(&cause));
+                    self.lose(from, foreign(&cause));
                     return Ok(());
                 }
                 Frame::Ping => {

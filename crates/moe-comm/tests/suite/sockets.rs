@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use moe_comm::candle::Result;
-use moe_comm::{Collectives, Communicator, Exec, Messages, ReduceOp, SocketComm, View, ViewMut};
+use moe_comm::{Collectives, Communicator, Exec, Messages, News, ReduceOp, SocketComm, View, ViewMut};
 
 use crate::support::{World, run, text, view_mut};
 
@@ -96,11 +96,11 @@ fn messages_of_any_rank_are_heard() {
     let messages = first.messages();
     assert_eq!(messages.try_recv_any(&[1, 2]).unwrap(), None);
     third.messages().send(0, b"one").unwrap();
-    assert_eq!(messages.recv_any(&[1, 2]).unwrap(), (2, Some(b"one".to_vec())));
+    assert_eq!(messages.recv_any(&[1, 2]).unwrap(), (2, News::Message(b"one".to_vec())));
     second.messages().send(0, b"two").unwrap();
     drop(second);
-    assert_eq!(messages.recv_any(&[1, 2]).unwrap(), (1, Some(b"two".to_vec())));
-    assert_eq!(messages.recv_any(&[1, 2]).unwrap(), (1, None));
+    assert_eq!(messages.recv_any(&[1, 2]).unwrap(), (1, News::Message(b"two".to_vec())));
+    assert_eq!(messages.recv_any(&[1, 2]).unwrap(), (1, News::Left));
     assert_eq!(messages.try_recv_any(&[2]).unwrap(), None);
     third.abort("tired");
     let error = text(messages.recv_any(&[2]).unwrap_err());
@@ -156,4 +156,96 @@ fn an_abort_reaches_every_group() {
         let error = text(result.unwrap_err());
         assert!(error.ends_with(": rank 0 (world rank 4) aborted: out of paper"), "{error}");
     }
+}
+
+/// Three replicas of two ranks that survive each other.
+fn replicas(timeout: Duration) -> Vec<SocketComm> {
+    let world = SocketComm::world_with_timeout(6, timeout);
+    world.iter().for_each(|comm| comm.survive_replicas(2));
+    world
+}
+
+/// The sum of one from each rank of a replica, on one rank of it.
+fn meet(group: &dyn Communicator) -> Result<f32> {
+    let mut sum = [1f32];
+    group.all_reduce(view_mut(&mut sum, 1, 1), ReduceOp::Sum, &mut Exec::cpu())?;
+    Ok(sum[0])
+}
+
+/// One rank of the second replica fails. Its replica ends, and the others go on and learn why, after all that it said.
+#[test]
+fn a_lost_replica_leaves_the_others_alone() {
+    let world = replicas(Duration::from_secs(60));
+    let results = moe_comm::run_ranks_with(world, |rank, comm| {
+        let group = comm.split(rank / 2, 0, &mut Exec::cpu())?;
+        let messages = comm.messages();
+        if rank == 2 {
+            // The split has ended on all ranks.
+            std::thread::sleep(Duration::from_millis(100));
+            messages.send(0, b"last words")?;
+            comm.abort("out of memory");
+        }
+        if rank == 0 {
+            assert_eq!(messages.recv_any(&[2, 4])?, (2, News::Message(b"last words".to_vec())));
+            let News::Lost(why) = messages.recv_any(&[2, 4])?.1 else { panic!("rank 2 is not lost") };
+            assert_eq!(why, "rank 2 aborted: out of memory");
+            assert!(messages.some_are_lost() && messages.is_lost(3) && !messages.is_lost(4));
+            // What is sent to a lost rank goes nowhere, and its partner is lost as well.
+            messages.send(3, b"are you there?")?;
+            assert!(text(messages.recv(3).unwrap_err()).contains("out of memory"));
+            messages.send(4, b"go on")?;
+            assert_eq!(messages.recv_any(&[4])?, (4, News::Message(b"done".to_vec())));
+        }
+        if rank == 4 {
+            messages.recv(0)?;
+        }
+        let sum = (0..200).map(|_| meet(group.as_ref())).collect::<Result<Vec<_>>>()?;
+        if rank == 4 {
+            messages.send(0, b"done")?;
+        }
+        Ok(sum[199])
+    });
+    for (rank, result) in results.into_iter().enumerate() {
+        match result {
+            Ok(sum) => assert!(rank / 2 != 1 && sum == 2.0, "rank {rank}"),
+            Err(e) => {
+                assert_eq!(rank / 2, 1, "rank {rank}: {}", text(e));
+            }
+        }
+    }
+}
+
+/// No rank survives the first replica.
+#[test]
+fn the_first_replica_ends_all() {
+    let world = replicas(Duration::from_secs(60));
+    let results = moe_comm::run_ranks_with(world, |rank, comm| {
+        let group = comm.split(rank / 2, 0, &mut Exec::cpu())?;
+        if rank == 1 {
+            comm.abort("out of paper");
+        }
+        loop {
+            meet(group.as_ref())?;
+        }
+    });
+    for result in results {
+        let result: Result<()> = result;
+        assert!(text(result.unwrap_err()).contains("rank 1 aborted: out of paper"));
+    }
+}
+
+/// A collective with a rank that is lost fails soon, and does not wait for its time limit.
+#[test]
+fn a_collective_with_a_lost_rank_fails() {
+    let world = replicas(Duration::from_secs(60));
+    let start = Instant::now();
+    let results = moe_comm::run_ranks_with(world, |rank, comm| {
+        if rank == 5 {
+            comm.abort("out of ink");
+            return Ok(());
+        }
+        comm.barrier(&mut Exec::cpu())
+    });
+    assert!(results[..5].iter().all(|result| result.is_err()));
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
 }

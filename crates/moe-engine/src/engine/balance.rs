@@ -63,9 +63,10 @@ impl DpEngine<'_> {
     }
 
     fn round_of_all(&mut self, round: &MoveRound) -> Result<MoveStatus> {
-        (0..self.peers.len()).try_for_each(|peer| self.peers.tell(peer, Question::Move(round.clone())))?;
+        let mut asked = self.peers.live();
+        asked.iter().try_for_each(|&peer| self.peers.tell(peer, Question::Move(round.clone())))?;
         let here = self.run_here(|engine| engine.move_experts(round))?;
-        for (peer, answer) in self.answers()? {
+        for (peer, answer) in self.answers(&mut asked)? {
             let Reply::Moved(there) = answer else { return Err(self.peers.unasked(peer)) };
             ensure!(there == here, "ranks disagree about a move of experts");
         }

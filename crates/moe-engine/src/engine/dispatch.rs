@@ -34,6 +34,8 @@ pub(super) struct Dispatcher {
     /// A rank that has fewer choices than this gets another request.
     room: usize,
     ranks: Vec<Load>,
+    /// Whether requests are kept until they end, because their rank may be lost.
+    keeps: bool,
     waiting: BTreeMap<Turn, Waiting>,
     /// How many waiting requests are kept for the end: now, and at most.
     last: [usize; 2],
@@ -52,6 +54,8 @@ struct Load {
     unfinished: usize,
     /// The largest number of tokens that these choices can reach.
     work: usize,
+    /// Whether the rank was lost.
+    lost: bool,
 }
 
 /// The position in the queue, lowest first. The fields are: whether the request is kept for the end, then its output
@@ -81,6 +85,27 @@ struct Known {
     /// The number of its choices, and which of them have ended.
     choices: usize,
     ended: BTreeSet<usize>,
+    /// The choices that had ended when a rank was lost, and that another rank computes again with the others.
+    repeated: BTreeSet<usize>,
+    /// The request, and when it was added, as long as its rank may be lost.
+    kept: Option<(Box<Request>, Instant)>,
+    is_cancelled: bool,
+}
+
+impl Known {
+    /// The choices that its rank computes.
+    fn running(&self) -> usize {
+        self.unfinished + self.repeated.len()
+    }
+}
+
+/// What a lost rank leaves to the others.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Left {
+    /// The choices that begin again.
+    pub restarted: Vec<(RequestId, usize)>,
+    /// The requests among them that had been cancelled.
+    pub cancelled: Vec<RequestId>,
 }
 
 #[derive(Clone, Copy)]
@@ -108,6 +133,7 @@ impl Dispatcher {
             max_model_len,
             room,
             ranks: vec![Load::default(); num_ranks],
+            keeps: false,
             waiting: BTreeMap::new(),
             last: [0, kept_for_the_end(max_num_seqs).saturating_mul(num_ranks)],
             deadlines: BTreeSet::new(),
@@ -115,6 +141,11 @@ impl Dispatcher {
             unfinished: 0,
             next_id: 0,
         }
+    }
+
+    /// Keeps requests of all ranks but the first, so that [`lose`](Self::lose) can give them to other ranks.
+    pub fn keep_requests(&mut self) {
+        self.keeps = true;
     }
 
     /// The largest length of a sequence, prompt and output.
@@ -141,6 +172,9 @@ impl Dispatcher {
             prompt,
             choices: unfinished,
             ended: BTreeSet::new(),
+            repeated: BTreeSet::new(),
+            kept: None,
+            is_cancelled: false,
         };
         let waiting = Waiting { request: Box::new(request), added: Instant::now() };
         self.deadlines.extend(waiting.deadline().map(|deadline| (deadline, turn)));
@@ -175,7 +209,7 @@ impl Dispatcher {
     /// rank then ends it like any other.
     pub fn next(&mut self, now: Instant) -> Option<Assigned> {
         let late = self.deadlines.first().filter(|(deadline, _)| *deadline <= now).map(|(_, turn)| *turn);
-        let has_room = || self.ranks.iter().any(|rank| rank.unfinished < self.room);
+        let has_room = || self.ranks.iter().any(|rank| !rank.lost && rank.unfinished < self.room);
         let next = || self.waiting.first_key_value().map(|(turn, _)| *turn).filter(|_| has_room());
         let turn = late.or_else(next)?;
         self.assign(turn, now)
@@ -199,7 +233,7 @@ impl Dispatcher {
 
     fn assign(&mut self, turn: Turn, now: Instant) -> Option<Assigned> {
         let load = |rank: &usize| (self.ranks[*rank].unfinished >= self.room, self.ranks[*rank].work);
-        let rank = (0..self.ranks.len()).min_by_key(load)?;
+        let rank = (0..self.ranks.len()).filter(|rank| !self.ranks[*rank].lost).min_by_key(load)?;
         let waiting = self.waiting.remove(&turn)?;
         if let Some(deadline) = waiting.deadline() {
             self.deadlines.remove(&(deadline, turn));
@@ -208,40 +242,83 @@ impl Dispatcher {
         let id = RequestId(turn.2);
         let known = self.requests.get_mut(&id)?;
         known.place = Place::Rank(rank);
+        known.kept = (self.keeps && rank > 0).then(|| (waiting.request.clone(), waiting.added));
         let load = &mut self.ranks[rank];
-        load.unfinished += known.unfinished;
-        load.work = load.work.saturating_add(known.work.saturating_mul(known.unfinished));
+        load.unfinished += known.running();
+        load.work = load.work.saturating_add(known.work.saturating_mul(known.running()));
         let waited = now.saturating_duration_since(waiting.added);
         Some(Assigned { rank, id, waited, request: waiting.request })
     }
 
     /// Notes what has ended.
-    pub fn reported(&mut self, output: &Output) {
+    fn reported(&mut self, output: &Output) {
         if output.finish.is_none() {
             return;
         }
         let Some(known) = self.requests.get_mut(&output.request) else { return };
-        if !known.ended.insert(output.choice) {
-            return;
+        if !known.repeated.remove(&output.choice) {
+            if !known.ended.insert(output.choice) {
+                return;
+            }
+            self.unfinished -= 1;
+            known.unfinished -= 1;
         }
-        self.unfinished -= 1;
-        known.unfinished -= 1;
         if let Place::Rank(rank) = known.place {
             let load = &mut self.ranks[rank];
             load.unfinished -= 1;
             load.work = load.work.saturating_sub(known.work);
         }
-        if known.unfinished == 0 {
+        if known.running() == 0 {
             self.requests.remove(&output.request);
         }
     }
 
-    /// The length of the prompt of a request that this rank runs and whose choice `choice` has not ended; `None` if
-    /// there is none.
+    /// Notes what has ended, and returns whether the output is new: not one of a choice that had ended before its rank
+    /// was lost.
+    pub fn report(&mut self, output: &Output) -> bool {
+        let known = self.requests.get(&output.request);
+        let is_repeated = known.is_some_and(|known| known.repeated.contains(&output.choice));
+        self.reported(output);
+        !is_repeated
+    }
+
+    /// Notes that a request was cancelled.
+    pub fn cancelled(&mut self, id: RequestId) {
+        if let Some(known) = self.requests.get_mut(&id) {
+            known.is_cancelled = true;
+        }
+    }
+
+    /// Takes the requests of a rank that was lost back to the front of the queue, in order of arrival. Their choices
+    /// that have not ended begin again on other ranks.
+    pub fn lose(&mut self, rank: usize) -> Left {
+        self.ranks[rank] = Load { lost: true, ..Load::default() };
+        let mut left = Left::default();
+        for (&id, known) in &mut self.requests {
+            if !matches!(known.place, Place::Rank(place) if place == rank) {
+                continue;
+            }
+            let Some((request, added)) = known.kept.take() else { continue };
+            let turn = (false, Reverse(0), id.0);
+            known.place = Place::Waiting(turn);
+            known.repeated.clone_from(&known.ended);
+            let unfinished = (0..known.choices).filter(|choice| !known.ended.contains(choice));
+            left.restarted.extend(unfinished.map(|choice| (id, choice)));
+            left.cancelled.extend(known.is_cancelled.then_some(id));
+            let waiting = Waiting { request, added };
+            self.deadlines.extend(waiting.deadline().map(|deadline| (deadline, turn)));
+            self.waiting.insert(turn, waiting);
+        }
+        left
+    }
+
+    /// The length of the prompt of a request of which this rank still computes choice `choice`; `None` if there is
+    /// none.
     pub fn prompt_of(&self, rank: usize, request: RequestId, choice: usize) -> Option<usize> {
         let known = self.requests.get(&request)?;
         let runs = matches!(known.place, Place::Rank(place) if place == rank);
-        (runs && choice < known.choices && !known.ended.contains(&choice)).then_some(known.prompt)
+        let has_ended = known.ended.contains(&choice) && !known.repeated.contains(&choice);
+        (runs && choice < known.choices && !has_ended).then_some(known.prompt)
     }
 
     /// Choices that wait or run.
@@ -261,110 +338,5 @@ impl Dispatcher {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::request::FinishReason;
-    use super::*;
-
-    const FCFS: SchedulingPolicy = SchedulingPolicy::Fcfs;
-
-    fn request(prompt: usize, max_tokens: usize) -> Request {
-        Request { max_tokens: Some(max_tokens), ..Request::new(vec![1; prompt]) }
-    }
-
-    fn end(request: RequestId) -> Output {
-        Output {
-            request,
-            choice: 0,
-            token_id: None,
-            text: String::new(),
-            logprobs: None,
-            prompt_logprobs: None,
-            finish: Some(FinishReason::Length),
-            routed_experts: None,
-            num_cached_tokens: 0,
-        }
-    }
-
-    /// The requests that are given now: rank and number of each.
-    fn given(dispatcher: &mut Dispatcher) -> Vec<(usize, u64)> {
-        let next = || dispatcher.next(Instant::now());
-        std::iter::from_fn(next).map(|assigned| (assigned.rank, assigned.id.0)).collect()
-    }
-
-    #[test]
-    fn a_rank_gets_more_when_it_has_room_and_the_least_work() {
-        // Four sequences and one that stands ready, on each of the two ranks.
-        let mut dispatcher = Dispatcher::new(FCFS, 2, 4, 100);
-        let ids: Vec<RequestId> = [90, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10]
-            .map(|max_tokens| dispatcher.add(request(5, max_tokens)))
-            .to_vec();
-        let (first, second): (Vec<_>, Vec<_>) =
-            given(&mut dispatcher).into_iter().partition(|(rank, _)| *rank == 0);
-        // The second rank is full although it still has less work than the first.
-        assert_eq!(second, [1, 2, 3, 4, 5].map(|id| (1, id)));
-        assert_eq!(first, [0, 6, 7, 8, 9].map(|id| (0, id)));
-        assert_eq!(given(&mut dispatcher), []);
-        assert_eq!((dispatcher.num_unfinished(), dispatcher.rank_of(ids[10])), (12, None));
-        dispatcher.reported(&Output { finish: None, ..end(ids[7]) });
-        assert_eq!(given(&mut dispatcher), []);
-        dispatcher.reported(&end(ids[7]));
-        assert_eq!(given(&mut dispatcher), [(0, 10)]);
-        for id in [ids[2], ids[3], ids[0]] {
-            dispatcher.reported(&end(id));
-        }
-        assert_eq!(given(&mut dispatcher), [(1, 11)]);
-        ids.iter().for_each(|&id| dispatcher.reported(&end(id)));
-        assert!(dispatcher.is_empty() && dispatcher.num_unfinished() == 0);
-        assert!(dispatcher.ranks.iter().all(|rank| rank.unfinished == 0 && rank.work == 0));
-    }
-
-    #[test]
-    fn the_policy_orders_what_waits_and_choices_count() {
-        let mut dispatcher = Dispatcher::new(SchedulingPolicy::LongestFirst, 2, 1, 50);
-        for (prompt, max_tokens) in [(1, Some(3)), (1, Some(9)), (40, None), (1, Some(9)), (1, Some(30))] {
-            dispatcher.add(Request { max_tokens, ..request(prompt, 1) });
-        }
-        // A quarter of one is rounded up to one. The long prompt leaves room for ten tokens. The two shortest are kept
-        // for the end.
-        assert_eq!(given(&mut dispatcher), [(0, 1), (1, 2), (0, 4), (1, 3)]);
-        let several = dispatcher.add(Request { n: 3, ..request(1, 45) });
-        dispatcher.reported(&end(RequestId(4)));
-        dispatcher.reported(&end(RequestId(1)));
-        assert_eq!(given(&mut dispatcher), [(0, several.0)]);
-        assert_eq!(dispatcher.num_unfinished(), 3 + 3);
-        let end_of = |choice| Output { choice, ..end(several) };
-        assert_eq!(dispatcher.prompt_of(0, several, 1), Some(1));
-        assert!(
-            dispatcher.prompt_of(1, several, 1).is_none() && dispatcher.prompt_of(0, several, 3).is_none()
-        );
-        // The end of a choice counts once.
-        [0, 1, 1].map(end_of).iter().for_each(|output| dispatcher.reported(output));
-        assert_eq!((dispatcher.rank_of(several), dispatcher.prompt_of(0, several, 1)), (Some(0), None));
-        dispatcher.reported(&end_of(2));
-        assert_eq!(dispatcher.rank_of(several), None);
-    }
-
-    #[test]
-    fn one_rank_takes_everything_at_once() {
-        let mut dispatcher = Dispatcher::new(FCFS, 1, 1, 50);
-        let ids: Vec<RequestId> = (0..9).map(|_| dispatcher.add(request(1, 1))).collect();
-        assert_eq!(given(&mut dispatcher), ids.iter().map(|id| (0, id.0)).collect::<Vec<_>>());
-    }
-
-    #[test]
-    fn who_is_late_or_in_a_hurry_does_not_wait_for_room() {
-        let mut dispatcher = Dispatcher::new(FCFS, 2, 1, 50);
-        let ids: Vec<RequestId> = (0..5).map(|_| dispatcher.add(request(1, 10))).collect();
-        let timeout = Some(Duration::from_secs(5));
-        let late = dispatcher.add(Request { timeout, ..request(1, 10) });
-        assert_eq!(given(&mut dispatcher).len(), 4);
-        let now = Instant::now() + Duration::from_secs(6);
-        let assigned = dispatcher.next(now).unwrap();
-        assert!(assigned.id == late && assigned.waited >= Duration::from_secs(5));
-        assert!(dispatcher.next(now).is_none());
-        assert_eq!(dispatcher.hurry(ids[0]).map(|assigned| assigned.id), None);
-        assert_eq!(dispatcher.hurry(ids[4]).map(|assigned| assigned.id), Some(ids[4]));
-        assert!(dispatcher.hurry(RequestId(77)).is_none() && dispatcher.rank_of(RequestId(77)).is_none());
-        assert!(dispatcher.waiting.is_empty() && dispatcher.deadlines.is_empty());
-    }
-}
+#[path = "dispatch_tests.rs"]
+mod tests;

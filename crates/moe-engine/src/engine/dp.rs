@@ -6,7 +6,8 @@
 //!
 //! - With expert parallelism ranks step in lockstep: one without requests runs steps without rows until all are done.
 //! - Without it no rank waits for another. Peers run their steps by themselves as long as they have requests, and a
-//!   call returns their new outputs together with the outputs of the first rank's step.
+//!   call returns their new outputs together with the outputs of the first rank's step. A world of processes may then
+//!   go on without a rank that is lost ([`lost`](super::lost)).
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -19,13 +20,13 @@ use moe_comm::{Communicator, Messages};
 use moe_layer::ExpertTraffic;
 
 use super::dispatch::{Assigned, Dispatcher};
-use super::peers::Peers;
+use super::peers::{Heard, Peers};
 use super::serve::{Question, Reply, Stepped};
 use super::{Engine, EngineConfig, Output, Request, RequestError, RequestId, Stats, StepLoad, Texts};
 use super::{replies, step_memory};
 use crate::eplb::Balancer;
 use crate::error::{Context, Result, bail, failed};
-use crate::heat::{HeatWriter, Stage};
+use crate::heat::HeatWriter;
 use crate::panic_text;
 use crate::parallel::{AbortOnPanic, Replica};
 use crate::structured::{Grammars, Precompiler};
@@ -41,26 +42,28 @@ pub struct DpEngine<'m> {
     /// The communicator by which all ranks fail together.
     world: Arc<dyn Communicator>,
     pub(super) peers: Peers,
-    lockstep: bool,
-    dispatcher: Dispatcher,
+    pub(super) lockstep: bool,
+    pub(super) dispatcher: Dispatcher,
     /// What has arrived from each rank: first the first rank, then the peers.
-    arrived: Vec<Arrived>,
+    pub(super) arrived: Vec<Arrived>,
     /// Why the engine has stopped.
     failure: Option<String>,
+    /// Choices whose rank was lost, since they were last taken.
+    pub(super) restarted: Vec<(RequestId, usize)>,
     /// Steps of several ranks whose experts were counted.
-    steps: u64,
-    step_loads: Vec<StepLoad>,
-    trace: Option<HeatWriter>,
+    pub(super) steps: u64,
+    pub(super) step_loads: Vec<StepLoad>,
+    pub(super) trace: Option<HeatWriter>,
     pub(super) balancer: Option<Balancer>,
 }
 
 /// The data that has arrived from a rank and was not returned yet.
 #[derive(Default)]
-struct Arrived {
-    outputs: Vec<Output>,
-    loads: Vec<StepLoad>,
+pub(super) struct Arrived {
+    pub outputs: Vec<Output>,
+    pub loads: Vec<StepLoad>,
     /// Whether nothing else will come, unless the rank gets a request.
-    last: bool,
+    pub last: bool,
 }
 
 impl<'m> DpEngine<'m> {
@@ -88,7 +91,7 @@ impl<'m> DpEngine<'m> {
         config: &EngineConfig,
     ) -> Result<Self> {
         let grammars = tokenizer.clone().map(Grammars::new).map(Arc::new);
-        Self::with_peers(first, Peers::Processes { messages, ranks }, (tokenizer, grammars), config)
+        Self::with_peers(first, Peers::processes(messages, ranks), (tokenizer, grammars), config)
     }
 
     fn with_peers(
@@ -123,6 +126,7 @@ impl<'m> DpEngine<'m> {
             dispatcher: Dispatcher::new(config.scheduling_policy, ranks, config.max_num_seqs, max_model_len),
             arrived: std::iter::repeat_with(idle).take(ranks).collect(),
             failure: None,
+            restarted: Vec::new(),
             steps: 0,
             step_loads: Vec::new(),
             balancer,
@@ -153,16 +157,19 @@ impl<'m> DpEngine<'m> {
     /// Ends a request with the output that it has. Its last outputs come with a later step. An unknown or finished
     /// request is ignored.
     pub fn cancel(&mut self, request: RequestId) -> Result<()> {
-        self.or_fail(|ranks| {
-            if let Some(assigned) = ranks.dispatcher.hurry(request) {
-                ranks.give(assigned)?;
-            }
-            match ranks.dispatcher.rank_of(request) {
-                None => Ok(()),
-                Some(0) => ranks.engine.cancel(request),
-                Some(rank) => ranks.peers.tell(rank - 1, Question::Cancel(request)),
-            }
-        })
+        self.or_fail(|ranks| ranks.cancel_now(request))
+    }
+
+    pub(super) fn cancel_now(&mut self, request: RequestId) -> Result<()> {
+        if let Some(assigned) = self.dispatcher.hurry(request) {
+            self.give(assigned)?;
+        }
+        self.dispatcher.cancelled(request);
+        match self.dispatcher.rank_of(request) {
+            None => Ok(()),
+            Some(0) => self.engine.cancel(request),
+            Some(rank) => self.peers.tell(rank - 1, Question::Cancel(request)),
+        }
     }
 
     /// Whether there is nothing left to run or to report.
@@ -206,8 +213,9 @@ impl<'m> DpEngine<'m> {
         let stepped = self.run_here(Engine::stepped)?;
         self.arrive(stepped);
         for _ in 0..self.peers.len() {
-            match self.next(true)? {
-                Some((peer, Reply::Stepped(stepped))) => self.arrive_from(peer, stepped)?,
+            match self.hear(true)? {
+                Some((peer, Heard::Reply(Reply::Stepped(stepped)))) => self.arrive_from(peer, stepped)?,
+                Some((_, Heard::Lost(why))) => bail!("{why}"),
                 other => return Err(self.peers.unasked(other.map_or(0, |(peer, _)| peer))),
             }
         }
@@ -266,8 +274,8 @@ impl<'m> DpEngine<'m> {
     }
 
     /// Adds the results of the first rank's step.
-    fn arrive(&mut self, stepped: Stepped) {
-        stepped.outputs.iter().for_each(|output| self.dispatcher.reported(output));
+    fn arrive(&mut self, mut stepped: Stepped) {
+        stepped.outputs.retain(|output| self.dispatcher.report(output));
         self.keep(0, stepped);
     }
 
@@ -275,14 +283,16 @@ impl<'m> DpEngine<'m> {
     ///
     /// # Errors
     /// The report is invalid.
-    fn arrive_from(&mut self, peer: usize, stepped: Stepped) -> Result<()> {
+    fn arrive_from(&mut self, peer: usize, mut stepped: Stepped) -> Result<()> {
         let (info, who) =
             (self.engine.info, || format!("rank {} tells what cannot be", self.peers.rank(peer)));
-        for output in &stepped.outputs {
+        let mut outputs = Vec::with_capacity(stepped.outputs.len());
+        for output in std::mem::take(&mut stepped.outputs) {
             let prompt = self.dispatcher.prompt_of(1 + peer, output.request, output.choice);
-            replies::check_output(output, prompt, info).with_context(who)?;
-            self.dispatcher.reported(output);
+            replies::check_output(&output, prompt, info).with_context(who)?;
+            outputs.extend(self.dispatcher.report(&output).then_some(output));
         }
+        stepped.outputs = outputs;
         stepped.loads.iter().try_for_each(|load| replies::check_load(load, info)).with_context(who)?;
         self.keep(1 + peer, stepped);
         Ok(())
@@ -296,32 +306,49 @@ impl<'m> DpEngine<'m> {
         arrived.last = stepped.idle && !self.dispatcher.is_busy(rank);
     }
 
-    /// Adds the outputs that peers have finished. With `wait` it waits for the first one.
+    /// Adds the outputs that peers have finished. With `wait` it waits for the first one, or until a peer is lost.
     fn receive(&mut self, mut wait: bool) -> Result<()> {
-        while let Some((peer, reply)) = self.next(wait)? {
-            let Reply::Stepped(stepped) = reply else { return Err(self.peers.unasked(peer)) };
-            self.arrive_from(peer, stepped)?;
+        while let Some((peer, heard)) = self.hear(wait)? {
+            match heard {
+                Heard::Reply(Reply::Stepped(stepped)) => self.arrive_from(peer, stepped)?,
+                Heard::Reply(_) => return Err(self.peers.unasked(peer)),
+                Heard::Lost(why) => self.lose(peer, &why)?,
+            }
             wait = false;
         }
         Ok(())
     }
 
-    /// The answers of all peers, by number, to the last question to them. Outputs of their steps that arrive in between
-    /// are kept.
-    pub(super) fn answers(&mut self) -> Result<Vec<(usize, Reply)>> {
-        let mut answers = Vec::with_capacity(self.peers.len());
-        while answers.len() < self.peers.len() {
-            match self.next(true)? {
-                Some((peer, Reply::Stepped(stepped))) => self.arrive_from(peer, stepped)?,
-                answer => answers.extend(answer),
+    /// Asks all peers, and returns their answers with their numbers. Outputs of their steps that arrive in between are
+    /// kept. Peers that are lost do not answer.
+    pub(super) fn ask_all(&mut self, question: impl Fn() -> Question) -> Result<Vec<(usize, Reply)>> {
+        let mut asked = self.peers.live();
+        asked.iter().try_for_each(|&peer| self.peers.tell(peer, question()))?;
+        self.answers(&mut asked)
+    }
+
+    /// The answers of the peers in `asked`, which is empty afterwards.
+    pub(super) fn answers(&mut self, asked: &mut Vec<usize>) -> Result<Vec<(usize, Reply)>> {
+        let mut answers = Vec::with_capacity(asked.len());
+        while !asked.is_empty()
+            && let Some((peer, heard)) = self.hear(true)?
+        {
+            match heard {
+                Heard::Reply(Reply::Stepped(stepped)) => {
+                    self.arrive_from(peer, stepped)?;
+                    continue;
+                }
+                Heard::Reply(answer) => answers.push((peer, answer)),
+                Heard::Lost(why) => self.lose(peer, &why)?,
             }
+            asked.retain(|&other| other != peer);
         }
         Ok(answers)
     }
 
-    /// The next reply of a peer. The failure of a peer is reported as the world reports it, with the rank's number.
-    fn next(&self, wait: bool) -> Result<Option<(usize, Reply)>> {
-        self.peers.next(wait).map_err(|e| self.world.check().err().map_or(e, Into::into))
+    /// What comes next from a peer. The failure of a peer is reported as the world reports it, with the rank's number.
+    fn hear(&self, wait: bool) -> Result<Option<(usize, Heard)>> {
+        self.peers.hear(wait).map_err(|e| self.world.check().err().map_or(e, Into::into))
     }
 
     /// Runs until every request has ended, and passes each output to `on_output`.
@@ -332,14 +359,13 @@ impl<'m> DpEngine<'m> {
         Ok(())
     }
 
-    /// Counters and times of all ranks so far, each after the step that it is running. If a rank is gone, they are the
-    /// first rank's only, and the next step reports the error.
+    /// Counters and times of all ranks so far, each after the step that it is running. A lost rank takes its counters
+    /// with it. If the run has failed, they are the first rank's only, and the next step reports the error.
     pub fn stats(&mut self) -> Stats {
         let mut total = self.engine.stats();
         let answers = self.or_fail(|ranks| {
-            (0..ranks.peers.len()).try_for_each(|peer| ranks.peers.tell(peer, Question::Stats))?;
             ranks
-                .answers()?
+                .ask_all(|| Question::Stats)?
                 .into_iter()
                 .map(|(peer, answer)| ranks.stats_in(peer, answer))
                 .collect::<Result<Vec<_>>>()
@@ -361,39 +387,5 @@ impl<'m> DpEngine<'m> {
     /// Any error of the device.
     pub fn expert_traffic(&self) -> Result<Option<ExpertTraffic>> {
         Ok(self.engine.runner.model.expert_traffic()?)
-    }
-
-    /// The expert counts of the last step, if experts are counted. In lockstep it is one count for all ranks together,
-    /// otherwise one count for each step of a rank.
-    pub fn take_step_loads(&mut self) -> Vec<StepLoad> {
-        std::mem::take(&mut self.step_loads)
-    }
-
-    /// Writes the expert counts that have arrived to the trace and returns them. In lockstep the counts of all ranks
-    /// are added up.
-    fn keep_loads(&mut self) -> Result<Vec<StepLoad>> {
-        let mut loads: Vec<StepLoad> =
-            self.arrived.iter_mut().flat_map(|rank| std::mem::take(&mut rank.loads)).collect();
-        if !self.peers.is_empty() {
-            if self.lockstep {
-                let all = loads.into_iter().reduce(|mut all, part| {
-                    all.decode_rows += part.decode_rows;
-                    all.prefill_rows += part.prefill_rows;
-                    all.counts.add(&part.counts);
-                    all
-                });
-                loads = all.into_iter().collect();
-            }
-            // Each rank counts its own steps.
-            loads.iter_mut().zip(self.steps..).for_each(|(load, step)| load.step = step);
-            self.steps += loads.len() as u64;
-        }
-        for load in &loads {
-            if let Some(trace) = &mut self.trace {
-                let stage = if load.prefill_rows > 0 { Stage::Prefill } else { Stage::Decode };
-                trace.write(load.step, stage, &load.counts)?;
-            }
-        }
-        Ok(loads)
     }
 }

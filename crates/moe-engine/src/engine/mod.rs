@@ -20,6 +20,8 @@ mod device;
 mod dispatch;
 mod dp;
 mod finish;
+mod loads;
+mod lost;
 mod masks;
 mod memory;
 mod peers;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread::JoinHandle;
 
-use moe_comm::Messages;
+use moe_comm::{Messages, News};
 
 use super::serve::{Next, Question, Reply, answer_all};
 use super::{EngineConfig, Texts};
@@ -27,8 +27,21 @@ pub(crate) enum Peers {
         /// Their replies, with the number of the peer.
         replies: Receiver<(usize, Result<Reply>)>,
     },
-    /// In other processes: their numbers in the world.
-    Processes { messages: Messages, ranks: Vec<usize> },
+    /// In other processes.
+    Processes {
+        messages: Messages,
+        /// Their numbers in the world.
+        ranks: Vec<usize>,
+        /// The ranks among them that were not lost.
+        live: Vec<usize>,
+    },
+}
+
+/// What comes from a peer.
+pub(super) enum Heard {
+    Reply(Reply),
+    /// The peer was lost for this reason. It tells nothing else.
+    Lost(String),
 }
 
 impl Peers {
@@ -47,7 +60,12 @@ impl Peers {
         Ok(Self::Threads { threads, replies })
     }
 
-    /// The number of peers.
+    /// The peers in these processes of the world.
+    pub(super) fn processes(messages: Messages, ranks: Vec<usize>) -> Self {
+        Self::Processes { messages, live: ranks.clone(), ranks }
+    }
+
+    /// The number of peers, including the ones that were lost.
     pub(super) fn len(&self) -> usize {
         match self {
             Self::Threads { threads, .. } => threads.len(),
@@ -67,6 +85,22 @@ impl Peers {
         }
     }
 
+    /// The peers that were not lost.
+    pub(super) fn live(&self) -> Vec<usize> {
+        let is_live = |&peer: &usize| match self {
+            Self::Threads { .. } => true,
+            Self::Processes { ranks, live, .. } => live.contains(&ranks[peer]),
+        };
+        (0..self.len()).filter(is_live).collect()
+    }
+
+    /// Expects nothing more of a peer that was lost.
+    pub(super) fn forget(&mut self, peer: usize) {
+        if let Self::Processes { ranks, live, .. } = self {
+            live.retain(|rank| *rank != ranks[peer]);
+        }
+    }
+
     /// Sends a question to a peer, without waiting for the answer.
     ///
     /// # Errors
@@ -74,7 +108,7 @@ impl Peers {
     pub(super) fn tell(&self, peer: usize, question: Question) -> Result<()> {
         match self {
             Self::Threads { threads, .. } => threads[peer].tell(question),
-            Self::Processes { messages, ranks } => Ok(messages.send(ranks[peer], &encode(&question)?)?),
+            Self::Processes { messages, ranks, .. } => Ok(messages.send(ranks[peer], &encode(&question)?)?),
         }
     }
 
@@ -82,12 +116,22 @@ impl Peers {
     /// are no peers.
     ///
     /// # Errors
-    /// A peer has failed or ended.
+    /// A peer has failed or ended, or was lost.
     pub(super) fn next(&self, wait: bool) -> Result<Option<(usize, Reply)>> {
-        if self.is_empty() {
-            return Ok(None);
+        match self.hear(wait)? {
+            Some((peer, Heard::Reply(reply))) => Ok(Some((peer, reply))),
+            Some((_, Heard::Lost(why))) => bail!("{why}"),
+            None => Ok(None),
         }
+    }
+
+    /// Like [`next`](Self::next), where a peer may be lost.
+    ///
+    /// # Errors
+    /// A peer has failed or ended.
+    pub(super) fn hear(&self, wait: bool) -> Result<Option<(usize, Heard)>> {
         match self {
+            Self::Threads { threads, .. } if threads.is_empty() => Ok(None),
             Self::Threads { replies, .. } => {
                 let reply = match wait {
                     true => replies.recv().map_err(|_| TryRecvError::Disconnected),
@@ -99,18 +143,24 @@ impl Peers {
                     Err(TryRecvError::Disconnected) => bail!("the threads of the other ranks have ended"),
                 };
                 let reply = reply.with_context(|| format!("rank {}", self.rank(peer)))?;
-                Ok(Some((peer, reply)))
+                Ok(Some((peer, Heard::Reply(reply))))
             }
-            Self::Processes { messages, ranks } => {
+            Self::Processes { live, .. } if live.is_empty() => Ok(None),
+            Self::Processes { messages, ranks, live } => {
                 let news = match wait {
-                    true => Some(messages.recv_any(ranks)?),
-                    false => messages.try_recv_any(ranks)?,
+                    true => Some(messages.recv_any(live)?),
+                    false => messages.try_recv_any(live)?,
                 };
-                let Some((rank, message)) = news else { return Ok(None) };
-                let message = message.with_context(|| format!("rank {rank} has left"))?;
+                let Some((rank, news)) = news else { return Ok(None) };
+                let heard = match news {
+                    News::Message(message) => {
+                        Heard::Reply(decode(&message).with_context(|| format!("rank {rank}"))?)
+                    }
+                    News::Lost(why) => Heard::Lost(why),
+                    News::Left => bail!("rank {rank} has left"),
+                };
                 let peer = ranks.iter().position(|&other| other == rank);
-                let reply = decode(&message).with_context(|| format!("rank {rank}"))?;
-                Ok(Some((peer.context("a message of a rank that leads no group")?, reply)))
+                Ok(Some((peer.context("a message of a rank that leads no group")?, heard)))
             }
         }
     }
@@ -159,15 +209,22 @@ impl Peers {
 
 impl Drop for Peers {
     fn drop(&mut self) {
-        let Self::Processes { ranks, .. } = self else { return };
+        if let Self::Threads { .. } = self {
+            return;
+        }
         // When the peers have ended, no message of this engine is on its way, and another engine can start. If the
         // world has failed, the peers have ended.
-        let told = (0..ranks.len()).try_for_each(|peer| self.tell(peer, Question::End));
-        let mut left = if told.is_ok() { self.len() } else { 0 };
+        if self.live().into_iter().try_for_each(|peer| self.tell(peer, Question::End)).is_err() {
+            return;
+        }
+        let mut left = self.live().len();
         while left > 0
-            && let Ok(Some((_, reply))) = self.next(true)
+            && let Ok(Some((peer, heard))) = self.hear(true)
         {
-            left -= usize::from(matches!(reply, Reply::Ended));
+            if let Heard::Lost(_) = heard {
+                self.forget(peer);
+            }
+            left -= usize::from(matches!(heard, Heard::Lost(_) | Heard::Reply(Reply::Ended)));
         }
     }
 }
@@ -246,135 +303,5 @@ fn serve(replica: &Replica, texts: &Texts, asked: &Receiver<Question>, reply: im
 }
 
 #[cfg(test)]
-mod tests {
-    use std::sync::Mutex;
-    use std::time::Duration;
-
-    use model_runtime::{
-        CausalLm, Exec, KvCache, LogitsOut, ModelInfo, Observer, StepContext, StepViews, ViewMut,
-    };
-    use moe_comm::{Collectives, Communicator, ReduceOp, SocketComm, ThreadComm};
-
-    use super::super::serve::Stepped;
-    use super::*;
-    use crate::engine::{DpEngine, Output, Request, step_memory};
-    use crate::testing::small_model;
-
-    /// A model whose steps wait for the steps of the other ranks.
-    struct Meeting {
-        info: ModelInfo,
-        world: Arc<dyn Communicator>,
-        rows: Mutex<Vec<usize>>,
-    }
-
-    impl CausalLm for Meeting {
-        fn info(&self) -> &ModelInfo {
-            &self.info
-        }
-
-        fn forward(
-            &self,
-            step: &StepViews,
-            _: &mut KvCache,
-            _: LogitsOut,
-            _: Option<&mut dyn Observer>,
-            _: &mut StepContext,
-            ex: &mut Exec,
-        ) -> candle_core::Result<()> {
-            let mut ranks = [1f32];
-            self.world.all_reduce(ViewMut::new(&mut ranks, &[1])?, ReduceOp::Sum, ex)?;
-            assert_eq!(ranks, [3.0]);
-            self.rows.lock().unwrap().push(step.num_tokens());
-            Ok(())
-        }
-    }
-
-    /// The error of the next step of rank 0, if its only peer gives this answer.
-    fn error_after(answer: impl Fn(Messages) + Send + 'static) -> String {
-        let mut world = SocketComm::loopback(2, Duration::from_secs(20)).unwrap();
-        let second = world.pop().unwrap();
-        let first = world.pop().unwrap();
-        let thread = std::thread::spawn(move || {
-            let messages = second.messages();
-            messages.recv(0).unwrap();
-            messages.send(0, &encode(&Reply::Started(64)).unwrap()).unwrap();
-            // These messages are the limit and the request.
-            (0..2).for_each(|_| drop(messages.recv(0)));
-            answer(messages.clone());
-            // Waits until rank 0 has noticed the failure.
-            let _ = messages.recv(0);
-        });
-        let messages = first.messages();
-        let world = Arc::new(first) as Arc<dyn Communicator>;
-        let model = Meeting { info: small_model(64), world: world.clone(), rows: Mutex::default() };
-        let config = EngineConfig { kv_cache_memory: Some(1 << 16), ..EngineConfig::default() };
-        let first = (&model as &dyn CausalLm, Exec::cpu(), world);
-        let mut engine = DpEngine::over_processes(first, (messages, vec![1]), None, &config).unwrap();
-        // Rank 0 gets the first request, which ends before the step.
-        let ids = [1, 2].map(|token| engine.add(Request::new(vec![token])).unwrap());
-        engine.cancel(ids[0]).unwrap();
-        let error = (0..50).find_map(|_| engine.step().err()).unwrap();
-        drop(engine);
-        thread.join().unwrap();
-        format!("{error:#}")
-    }
-
-    #[test]
-    fn a_rank_that_answers_what_cannot_be_is_named() {
-        let stepped = |output: Output| {
-            Reply::Stepped(Stepped { outputs: vec![output], loads: Vec::new(), idle: false })
-        };
-        let output = |request: u8| Output {
-            request: decode(&[request]).unwrap(),
-            choice: 0,
-            token_id: Some(1),
-            text: String::new(),
-            logprobs: None,
-            prompt_logprobs: None,
-            finish: None,
-            routed_experts: None,
-            num_cached_tokens: 0,
-        };
-        let send = |reply: Reply| {
-            let reply = encode(&reply).unwrap();
-            error_after(move |messages| messages.send(0, &reply).unwrap())
-        };
-        // The cases: a request of rank 0's own, a request that does not exist, a token that does not exist, an answer
-        // to another question.
-        for reply in [
-            stepped(output(0)),
-            stepped(output(7)),
-            stepped(Output { token_id: Some(100), ..output(1) }),
-            stepped(Output { choice: 1, ..output(1) }),
-        ] {
-            let error = send(reply);
-            assert!(error.contains("rank 1 tells what cannot be"), "{error}");
-        }
-        assert!(send(Reply::Ended).contains("rank 1 answers another question"));
-        let error = error_after(|messages| messages.send(0, &[0xff; 9]).unwrap());
-        assert!(error.contains("rank 1") && error.contains("cannot be read"), "{error}");
-    }
-
-    #[test]
-    fn ranks_in_lockstep_run_their_largest_step_at_once_before_they_have_engines() {
-        let info = small_model(64);
-        let worlds = ThreadComm::world(3).into_iter().map(|comm| Arc::new(comm) as Arc<dyn Communicator>);
-        let models: Vec<_> = worlds
-            .map(|world| Arc::new(Meeting { info: info.clone(), world, rows: Mutex::default() }))
-            .collect();
-        let replica = |rank: usize| {
-            let model = models[rank].clone();
-            let world = models[rank].world.clone();
-            Replica { model, ex: Exec::cpu().with_threads(1).unwrap(), world }
-        };
-        let peers = Peers::threads(vec![replica(1), replica(2)], None, None).unwrap();
-        let config = EngineConfig { lockstep: true, max_num_batched_tokens: 24, ..EngineConfig::default() };
-        let own = || step_memory::measure(models[0].as_ref(), &config, &mut Exec::cpu());
-        peers.measure(&config, own).unwrap();
-        for model in &models {
-            assert_eq!(*model.rows.lock().unwrap(), [24]);
-        }
-        let config = EngineConfig { kv_cache_memory: Some(1 << 16), ..config };
-        assert_eq!(peers.start(&config, false, 1000).unwrap(), 64);
-    }
-}
+#[path = "peers_tests.rs"]
+mod tests;

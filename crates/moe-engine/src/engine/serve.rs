@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use model_runtime::{CausalLm, Exec};
-use moe_comm::{Communicator, Messages};
+use moe_comm::{Communicator, Messages, News};
 use moe_layer::{MoveRound, MoveStatus};
 use serde::{Deserialize, Serialize};
 
@@ -206,12 +206,16 @@ pub(crate) fn serve(
 ) -> Result<()> {
     let texts = |text: bool| texts_of(tokenizer, text);
     let next = |wait: bool| {
-        let message = match wait {
-            true => Some(messages.recv(0)?),
-            false => messages.try_recv_any(&[0])?.map(|(_, message)| message),
+        let news = match wait {
+            true => Some(messages.recv_any(&[0])?),
+            false => messages.try_recv_any(&[0])?,
         };
-        let Some(message) = message else { return Ok(Next::Nothing) };
-        let message = message.context("rank 0 has left without a word")?;
+        let message = match news {
+            Some((_, News::Message(message))) => message,
+            Some((_, News::Left)) => bail!("rank 0 has left without a word"),
+            Some((_, News::Lost(why))) => bail!("{why}"),
+            None => return Ok(Next::Nothing),
+        };
         Ok(if message.is_empty() { Next::Stop } else { Next::Answer(decode(&message).context("rank 0")?) })
     };
     let reply = |reply: Reply| Ok(messages.send(0, &encode(&reply)?)?);

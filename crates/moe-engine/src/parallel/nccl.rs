@@ -55,7 +55,11 @@ impl Devices {
     /// A rank died before.
     pub fn leave(&self, world: &SocketComm) -> Result<()> {
         self.ex.synchronize()?;
-        world.barrier(&mut Exec::cpu())?;
+        // A rank that was lost comes to no barrier. The ranks that are left then share nothing but their own group's
+        // memory, which stays mapped until each of them ends.
+        if !world.messages().some_are_lost() {
+            world.barrier(&mut Exec::cpu())?;
+        }
         self.comm.leave();
         Ok(())
     }

@@ -103,6 +103,9 @@ impl Processes {
         let agreed = config.agreed(model, ex);
         let join = Join { timeouts, listener, secret, alive: &alive, ..Join::new(&launch, agreed) };
         let comm = SocketComm::connect(join)?;
+        if config.survives() {
+            comm.survive_replicas(config.parallel.tp);
+        }
         end_with_world(&comm)?;
         end_with_parent(true)?;
         let Launch { local_rank, local_world_size, .. } = launch;
@@ -198,7 +201,7 @@ impl Processes {
     /// another group tells its followers.
     ///
     /// # Errors
-    /// A process failed, or does not end.
+    /// A process failed, or does not end. Those that were lost before do not count.
     pub fn finish(mut self) -> Result<()> {
         let rank = self.world.rank();
         let told = match rank {
@@ -213,7 +216,7 @@ impl Processes {
             devices.leave(&self.world)?;
         }
         if rank == 0 {
-            self.children.wait()?;
+            self.children.wait(|rank| self.messages.is_lost(rank))?;
         }
         Ok(())
     }
@@ -296,10 +299,16 @@ impl Children {
         Ok(())
     }
 
-    /// Waits until all processes have ended successfully.
-    fn wait(&self) -> Result<()> {
+    /// Waits until all processes have ended successfully. It ends the ones that were lost, which may be stopped.
+    fn wait(&self, is_lost: impl Fn(usize) -> bool) -> Result<()> {
         let deadline = Instant::now() + GRACE;
         for (rank, child) in lock(&self.0).iter_mut() {
+            if is_lost(*rank) {
+                // An error means that it has ended.
+                let _ = child.kill();
+                child.wait()?;
+                continue;
+            }
             loop {
                 match child.try_wait()? {
                     Some(status) if status.success() => break,

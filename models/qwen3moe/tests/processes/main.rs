@@ -5,6 +5,8 @@
 mod faults;
 mod flips;
 mod launchers;
+#[cfg(target_os = "linux")]
+mod lost;
 mod runs;
 #[cfg(target_os = "linux")]
 mod stopped;

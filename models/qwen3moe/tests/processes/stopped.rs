@@ -5,20 +5,28 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use super::faults::{Batch, SOON, processes, signal, wait_until};
-use super::{program, stderr};
+use super::{MP, program, stderr};
 
-/// Replicas do not wait for each other in steps, and the first one has requests of its own.
+/// Replicas do not wait for each other in steps, and the first one has requests of its own. Only a batch goes on
+/// without one that is stopped.
 #[test]
 fn a_replica_that_is_stopped_is_named() {
-    let batch = Batch::new(400, 400);
-    let run = batch.spawn(&["--dp", "2", "--log=warn"], "2");
-    signal("-STOP", &processes(batch.dir.path())[&1].to_string());
+    let dir = tempfile::tempdir().unwrap();
+    let heat = dir.path().join("heat.jsonl");
+    let flags =
+        ["--dp", "2", "--prompt", "x", "--num-sequences", "16", "--max-new-tokens", "2000", "--ignore-eos"];
+    let mut command = program();
+    command.args(flags).args(MP).args(["--log", "warn"]).arg("--expert-heat").arg(&heat);
+    command.env("MOE_COLLECTIVE_TIMEOUT", "2").stdout(Stdio::null()).stderr(Stdio::piped());
+    let run = command.spawn().unwrap();
+    wait_until("nothing is computed", || std::fs::metadata(&heat).is_ok_and(|m| m.len() > 0));
+    signal("-STOP", &processes(dir.path())[&1].to_string());
     let start = Instant::now();
     let output = run.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
     assert!(stderr(&output).contains("rank 1 stalled"), "{}", stderr(&output));
     assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
-    wait_until("a process is left", || processes(batch.dir.path()).is_empty());
+    wait_until("a process is left", || processes(dir.path()).is_empty());
 }
 
 /// The other ranks wait for messages of rank 0. A rank that has no message to send may take any time.
