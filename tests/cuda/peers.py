@@ -6,64 +6,17 @@ Every rank's blocks must be resident at once, with the blocks of the next launch
 small, and calls of several launches are left to tests/gpu/nccl.sh, which needs several GPUs.
 """
 import ctypes
-import os
 import random
 import sys
 import time
 
-# Streams that shared a queue would wait for each other.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+from peer_group import MAX_RANKS, Group, Needs, PeerArray, PeerTokens, scatter, sum_of  # before torch
 
 import torch
 from kernels import LIB, rel, randn
 from library import BF16, F32, NO_EXPERT, filled, sized
 
-MAX_RANKS = 8
-CAPACITY = 2 << 20  # PeerAllReduce::CAPACITY
 NORM_BOUND = 4e-3
-
-
-class Peers(ctypes.Structure):
-    _fields_ = [("buffer", ctypes.c_uint64 * MAX_RANKS), ("status", ctypes.c_uint64), ("limit", ctypes.c_uint64),
-                ("capacity", ctypes.c_uint64), ("rank", ctypes.c_int32), ("ranks", ctypes.c_int32)]
-
-
-class PeerArray(ctypes.Structure):
-    _fields_ = [("input", ctypes.c_void_p), ("out", ctypes.c_void_p), ("slots", ctypes.c_uint32 * MAX_RANKS),
-                ("exact", ctypes.c_uint32)]
-
-
-class Needs(ctypes.Structure):
-    _fields_ = [("ids", ctypes.c_void_p), ("owners", ctypes.c_void_p), ("top_k", ctypes.c_uint32), ("experts", ctypes.c_uint32),
-                ("row_slots", ctypes.c_uint32)]
-
-
-class Group:
-    """The ranks of a group, with their streams."""
-
-    def __init__(self, ranks, seconds=20.0):
-        LIB.lib.moe_peer_buffer_bytes.restype = ctypes.c_size_t
-        size = LIB.lib.moe_peer_buffer_bytes(ranks, ctypes.c_size_t(CAPACITY))
-        assert size > 0
-        self.ranks = ranks
-        self.streams = [torch.cuda.Stream() for _ in range(ranks)]
-        self.memory = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(ranks)]
-        self.status = torch.zeros(ranks, 16, dtype=torch.int32).pin_memory()
-        addresses = [m.data_ptr() for m in self.memory] + [0] * (MAX_RANKS - ranks)
-        self.peers = [Peers((ctypes.c_uint64 * MAX_RANKS)(*addresses), self.status[rank].data_ptr(), int(seconds * 1e9), CAPACITY,
-                            rank, ranks) for rank in range(ranks)]
-        for memory in self.memory:
-            assert LIB.lib.moe_peer_buffer_init(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(size), None) == 0
-        torch.cuda.synchronize()
-
-    def launch(self, rank, name, *args):
-        stream = ctypes.c_void_p(self.streams[rank].cuda_stream)
-        code = LIB.raw(name, ctypes.byref(self.peers[rank]), *args, stream)
-        assert code == 0, f"{name} returned CUDA error {code}"
-
-    def finish(self):
-        torch.cuda.synchronize()
-        assert not self.status.any(), f"somebody was waited for in vain: {self.status[:, 0].tolist()}"
 
 
 def shares_of(rows, hidden, ranks):
@@ -130,21 +83,6 @@ def words_that_look_empty_arrive():
     group.finish()
     for out in outs:
         assert bool(torch.isnan(out[1:3]).all()) and bool((out[[0, 3]] == 1).all())
-
-
-def scatter(group, rank, sums, own, counts, needs):
-    """Sums in f32 or bf16 to the ranks that own the rows."""
-    per_row, narrow = sums.shape[1] * sums.element_size() // 16, int(sums.dtype == torch.bfloat16)
-    slots = (ctypes.c_uint32 * MAX_RANKS)(*[n * per_row for n in counts])
-    group.launch(rank, "moe_peer_reduce_scatter", sums, narrow, own, slots, needs)
-
-
-def sum_of(sums):
-    """The sum in rank order, in f32."""
-    added = sums[0].float()
-    for other in sums[1:]:
-        added = added + other.float()
-    return added
 
 
 def sums_reach_all_ranks():
@@ -265,6 +203,48 @@ def only_needed_rows_travel():
             assert torch.equal(narrow_backs[r], narrow_added[own]), (counts, hidden, r)
 
 
+def rows_are_dispatched(group, counts, hidden, top_k, chosen):
+    """One dispatch on every rank. `chosen` are the experts that tokens choose; of 12 experts, some ranks own none."""
+    experts, ranks, total = 12, group.ranks, sum(counts)
+    owners = torch.randint(0, ranks, (experts,), device="cuda")
+    ids = torch.randint(0, max(len(chosen), 1), (total, top_k), device="cuda")
+    ids = torch.tensor(chosen or [NO_EXPERT], device="cuda")[ids]
+    ids[torch.rand(total, top_k, device="cuda") < 0.4] = NO_EXPERT
+    valid = ids != NO_EXPERT
+    needed = torch.stack([((owners[ids.clamp_max(experts - 1)] == r) & valid).any(1) for r in range(ranks)])
+    words, owner_words, weights = ids.to(torch.int32), owners.to(torch.int32), torch.rand(total, top_k, device="cuda")
+    rows = randn(total, hidden)
+    ends = [sum(counts[:r + 1]) for r in range(ranks)]
+    own = [slice(end - n, end) for end, n in zip(ends, counts)]
+    outs = [torch.full((total, hidden), 7.0, dtype=torch.bfloat16, device="cuda") for _ in range(ranks)]
+    all_ids = [torch.zeros(total, top_k, dtype=torch.int32, device="cuda") for _ in range(ranks)]
+    all_weights = [torch.full((total, top_k), float("nan"), device="cuda") for _ in range(ranks)]
+    keep = [(rows[s].clone(), words[s].clone(), weights[s].clone()) for s in own]
+    torch.cuda.synchronize()
+    for r in random.sample(range(ranks), ranks):
+        tokens = PeerTokens(keep[r][0].data_ptr(), outs[r].data_ptr(), keep[r][1].data_ptr(), all_ids[r].data_ptr(), keep[r][2].data_ptr(),
+                            all_weights[r].data_ptr(), owner_words.data_ptr(), (ctypes.c_uint32 * MAX_RANKS)(*counts), hidden // 8,
+                            top_k, experts)
+        group.launch(r, "moe_peer_dispatch", ctypes.byref(tokens))
+    group.finish()
+    for r in range(ranks):
+        what = (counts, hidden, top_k, chosen, r)
+        assert torch.equal(all_ids[r], words) and torch.equal(all_weights[r], weights), what
+        there = needed[r].clone()
+        there[own[r]] = True
+        assert torch.equal(outs[r][there], rows[there]), what
+        assert bool((outs[r][~there] == 7.0).all()), ("rows that nobody needs were written", what)
+
+
+def rows_reach_the_ranks_that_need_them():
+    cases = [([1, 1], 64, 8), ([0, 0], 64, 2), ([1, 0], 8, 1), ([0, 3], 264, 3), ([40, 17], 2048, 8), ([100, 90], 7168, 8),
+             ([5, 0, 9], 512, 32), ([9, 8, 7, 6], 2048, 2), ([1, 2, 0, 4, 5, 0, 7, 8], 512, 5)]
+    for counts, hidden, top_k in sized(cases, [([1, 1], 64, 8), ([0, 3], 264, 3), ([5, 0, 9], 128, 1)]):
+        group = Group(len(counts))
+        for chosen in (list(range(12)), [3], [], list(range(12))):  # all experts, one for all tokens, none
+            rows_are_dispatched(group, counts, hidden, top_k, chosen)
+
+
 def slots_of(group, counts, hidden, top_k, experts):
     """What each rank's experts leave for the rows of all: slot rows, ids, weights, and which experts are where."""
     ranks, total = group.ranks, sum(counts)
@@ -276,7 +256,7 @@ def slots_of(group, counts, hidden, top_k, experts):
     here = [((owners[ids.clamp_max(experts - 1)] == r) & (ids != NO_EXPERT)) for r in range(ranks)]
     # Rows of slots on other ranks may contain anything.
     rows = [torch.where(h[..., None], torch.randn(total, top_k, hidden, device="cuda"), float("nan")) for h in here]
-    return rows, ids.to(torch.int32), weights, maps, here
+    return rows, ids.to(torch.int32), weights, maps, here, owners.to(torch.int32)
 
 
 def slots_become_sums_of_ranks_and_norms():
@@ -287,8 +267,8 @@ def slots_become_sums_of_ranks_and_norms():
         group, experts, eps = Group(len(counts)), 12, 1e-6
         ranks, total, weight = group.ranks, sum(counts), randn(hidden)
         words = (ctypes.c_uint32 * MAX_RANKS)(*counts)
-        for _ in range(3):  # both halves of the buffers, and one again
-            rows, ids, weights, maps, here = slots_of(group, counts, hidden, max(top_k, 1), experts)
+        for again in range(3):  # both halves of the buffers, and one again
+            rows, ids, weights, maps, here, owners = slots_of(group, counts, hidden, max(top_k, 1), experts)
             if top_k == 0:
                 sums = [torch.randn(total, hidden, device="cuda") for _ in range(ranks)]
             else:
@@ -307,7 +287,10 @@ def slots_become_sums_of_ranks_and_norms():
             for r in random.sample(range(ranks), ranks):
                 routed = (sums[r], None, None, None) if top_k == 0 else (rows[r], ids, weights, maps[r])
                 args = filled("moe_combine", *routed, None, total, max(top_k, 1), experts, experts, hidden, F32, F32)
-                group.launch(r, "moe_peer_combine_add_rms_norm", ctypes.byref(args), words, before[r], weight, eps, outs[r])
+                needs = None
+                if top_k > 0 and again == 1:  # what is left out is zero, so the bits are the same
+                    needs = ctypes.byref(Needs(ids.data_ptr(), owners.data_ptr(), top_k, experts, 0))
+                group.launch(r, "moe_peer_combine_add_rms_norm", ctypes.byref(args), words, needs, before[r], weight, eps, outs[r])
             group.finish()
             for r in range(ranks):
                 assert torch.equal(before[r], want[r]), (counts, hidden, top_k, r, "residual")
@@ -347,7 +330,7 @@ def calls_follow_each_other_without_a_wait():
 
 
 def a_rank_that_stays_away_ends_the_wait():
-    for name in ("share", "gather", "scatter", "slots"):
+    for name in ("share", "gather", "scatter", "slots", "dispatch"):
         group = Group(2, seconds=0.3)
         x, out = torch.zeros(300, 256, device="cuda"), torch.zeros(300, 256, dtype=torch.bfloat16, device="cuda")
         start = time.time()
@@ -357,9 +340,14 @@ def a_rank_that_stays_away_ends_the_wait():
             arrays = (PeerArray * 1)()
             arrays[0] = PeerArray(x.data_ptr(), x.data_ptr(), (ctypes.c_uint32 * MAX_RANKS)(64, 64), 0)
             group.launch(0, "moe_peer_all_gather", arrays, 1, None)
+        elif name == "dispatch":
+            words, weights = torch.zeros(100, 2, dtype=torch.int32, device="cuda"), torch.zeros(100, 2, device="cuda")
+            tokens = PeerTokens(x.data_ptr(), x.data_ptr(), words.data_ptr(), words.data_ptr(), weights.data_ptr(), weights.data_ptr(),
+                                words.data_ptr(), (ctypes.c_uint32 * MAX_RANKS)(50, 50), 32, 2, 1)
+            group.launch(0, "moe_peer_dispatch", ctypes.byref(tokens))
         elif name == "slots":
             args = filled("moe_combine", x, None, None, None, None, 100, 1, 1, 1, 256, F32, F32)
-            group.launch(0, "moe_peer_combine_add_rms_norm", ctypes.byref(args), (ctypes.c_uint32 * MAX_RANKS)(50, 50), x, out[0], 1e-6, out)
+            group.launch(0, "moe_peer_combine_add_rms_norm", ctypes.byref(args), (ctypes.c_uint32 * MAX_RANKS)(50, 50), None, x, out[0], 1e-6, out)
         else:
             group.launch(0, "moe_peer_reduce_scatter", x, 0, x, (ctypes.c_uint32 * MAX_RANKS)(64, 64), None)
         torch.cuda.synchronize()
@@ -378,11 +366,12 @@ def sizes_that_cannot_be_are_refused():
                                                (2, (1, 1), 1, F32, 12), (1 << 20, (1 << 20, 0), 1, F32, 16)):
         args = filled("moe_combine", x, x, x, None, None, tokens, top_k, 1, 1, hidden, rows, F32)
         code = LIB.raw("moe_peer_combine_add_rms_norm", ctypes.byref(group.peers[0]), ctypes.byref(args),
-                       (ctypes.c_uint32 * MAX_RANKS)(*counts), x, out, 1e-6, out, None)
+                       (ctypes.c_uint32 * MAX_RANKS)(*counts), None, x, out, 1e-6, out, None)
         assert code == 1, (tokens, counts, top_k, hidden, code)
 
 
 CHECKS = [sums_and_norms_are_shared, sums_reach_all_ranks, words_that_look_empty_arrive, gathers_and_scatters_take_uneven_counts, only_needed_rows_travel,
+          rows_reach_the_ranks_that_need_them,
           slots_become_sums_of_ranks_and_norms, calls_follow_each_other_without_a_wait, a_rank_that_stays_away_ends_the_wait, sizes_that_cannot_be_are_refused]
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ check peer_gather 60
 check peer_needs 60
 check peer_share 90
 check peer_combine 60
+check peer_dispatch 60
 check window 60
 check moves 120
 check killed 120

@@ -36,11 +36,17 @@ impl FusedCollective<'_> {
             Self::Gather { arrays, counts, .. } => {
                 arrays.into_iter().try_for_each(|(input, out)| comm.all_gather_v(input, counts, out, ex))
             }
+            Self::Dispatch { rows, ids, weights, counts, .. } => {
+                let arrays = vec![ids, rows, weights];
+                Self::Gather { arrays, counts, needs: None }.run(comm, ex)
+            }
             Self::ScatterSums { sums, counts, out, .. } if sums.dtype() == DType::F32 => {
                 comm.reduce_scatter_v(sums, counts, out, ReduceOp::Sum, ex)
             }
             Self::ScatterSums { sums, counts, out, .. } => scatter_rounded(comm, sums, counts, out, ex),
-            Self::CombineAddNorm { slots, counts, end } => combine_add_norm(comm, &slots, counts, end, ex),
+            Self::CombineAddNorm { slots, counts, end, .. } => {
+                combine_add_norm(comm, &slots, counts, end, ex)
+            }
         }
     }
 }

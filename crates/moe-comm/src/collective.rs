@@ -129,6 +129,21 @@ pub enum FusedCollective<'a> {
         /// they may be left out of the transfer.
         needs: Option<RowNeeds<'a>>,
     },
+    /// The tokens of a sparse layer to the ranks of their experts. It is a gather of rows, ids and weights in which
+    /// only this rank's ids have to be known: the others arrive with the rows, and the owner of each expert is known.
+    Dispatch {
+        /// [counts\[rank\], H] and [sum(counts), H]. Rows of other ranks that have no expert of this rank are
+        /// unspecified: they may be left out of the transfer.
+        rows: (View<'a>, ViewMut<'a>),
+        /// u32 [counts\[rank\], K] and [sum(counts), K].
+        ids: (View<'a>, ViewMut<'a>),
+        /// f32 [counts\[rank\], K] and [sum(counts), K].
+        weights: (View<'a>, ViewMut<'a>),
+        /// Rows of each rank.
+        counts: &'a [usize],
+        /// The rank that owns each expert, \[P\] u32, the same on all ranks. Ids that are not below P name no expert.
+        owners: View<'a>,
+    },
     /// [`reduce_scatter_v`](crate::Collectives::reduce_scatter_v) of sums, into f32.
     ScatterSums {
         /// [sum(counts), H], f32 or the model dtype. In the model dtype each rank has rounded its sums, and the result
@@ -150,6 +165,9 @@ pub enum FusedCollective<'a> {
         slots: SlotRows<'a>,
         /// Rows of each rank.
         counts: &'a [usize],
+        /// If `needs` is given, the sums of a rank for rows that it does not need are zeros: they may be left out of
+        /// the transfer.
+        needs: Option<RowNeeds<'a>>,
         /// `residual` [counts\[rank\], H] f32, and `out` of the same dims.
         end: AddNorm<'a>,
     },

@@ -87,6 +87,10 @@ pub trait FusedCollectives {
     /// the number of rows of all ranks together, H the elements of a row.
     fn rounds_sums(&self, rows: usize, hidden: usize, dtype: DType) -> bool;
 
+    /// Whether [`FusedCollective::Dispatch`] is one launch that sends each row only to the ranks that need it. `counts`
+    /// are the rows of each rank, with K experts and H elements of `dtype` in device memory.
+    fn dispatches(&self, counts: &[usize], top_k: usize, hidden: usize, dtype: DType) -> bool;
+
     /// Whether [`FusedCollective::CombineAddNorm`] is one launch, which also adds up the slots. `counts` are the rows
     /// of each rank, `top_k` the slots of a row, and `dtype` is the dtype of the norms.
     fn combines(&self, counts: &[usize], top_k: usize, hidden: usize, dtype: DType) -> bool;

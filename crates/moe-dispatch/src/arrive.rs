@@ -1,5 +1,5 @@
-//! Three ways in which rows reach the experts of other ranks: all ranks gather all rows, ranks gather only the rows
-//! that they need, or rows are sent to the ranks that need them.
+//! The ways in which rows reach the experts of other ranks: all ranks gather all rows, ranks gather only the rows that
+//! they need, or rows are sent to the ranks that need them, to the places of a gather or packed.
 
 use candle_core::{DType, Result};
 use moe_comm::FusedCollective;
@@ -62,6 +62,27 @@ pub(crate) fn gather(call: &Call, counts: &[usize], needed: bool, ex: &mut Exec)
         FusedCollective::Gather { arrays, counts, needs }.run(&*ranks.ep, ex)?;
     }
     Ok(Arrived { rows, ids, weights })
+}
+
+/// Sends the owned rows to the ranks that need them, and their ids and weights to all, at the places of [`gather`].
+/// Rows that this rank does not need are unspecified.
+pub(crate) fn dispatch(call: &Call, counts: &[usize], ex: &mut Exec) -> Result<Arrived> {
+    let ranks = call.ranks;
+    let input = call.input.view();
+    let total = counts.iter().sum();
+    let room = |array: View| ex.scratch(array.dtype(), &[total, width(array)]);
+    let mut rows = room(input)?;
+    let mut ids = room(call.ids)?;
+    let mut weights = room(call.weights)?;
+    let dispatch = FusedCollective::Dispatch {
+        rows: (ranks.own(input)?, rows.view_mut()),
+        ids: (ranks.own(call.ids)?, ids.view_mut()),
+        weights: (ranks.own(call.weights)?, weights.view_mut()),
+        counts,
+        owners: ranks.owners_on_device(call.op)?,
+    };
+    dispatch.run(&*ranks.ep, ex)?;
+    Ok(Arrived { rows, ids, weights: Some(weights) })
 }
 
 /// Sends to every rank the owned rows that its experts need: in blocks of `block` rows, or with exact counts. Also

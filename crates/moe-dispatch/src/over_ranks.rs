@@ -65,6 +65,14 @@ impl PrepareFinalize for OverRanks {
         self.transport.name()
     }
 
+    fn dispatch_kernel(&self, counts: &[usize], top_k: usize, hidden: usize, dtype: DType) -> &'static str {
+        let sends_needed = self.transport.sends_needed_rows().filter(|_| {
+            let counts = self.ranks.owned_counts(counts);
+            self.who_adds == WhoAdds::ByRank && self.ranks.dispatches(&counts, top_k, hidden, dtype)
+        });
+        sends_needed.unwrap_or(self.name())
+    }
+
     fn activation_format(&self) -> ActivationFormat {
         self.transport.activation_format(self.who_adds)
     }
@@ -193,7 +201,7 @@ impl PrepareFinalize for OverRanks {
     }
 
     fn combines_counts(&self, counts: &[usize], top_k: usize, hidden: usize, dtype: DType) -> bool {
-        self.transport.returns_all_rows()
+        self.transport.combines()
             && self.who_adds == WhoAdds::ByRank
             && self.ranks.tp.world_size() == 1
             && !self.router_weight_on_input
@@ -210,7 +218,7 @@ impl PrepareFinalize for OverRanks {
         ex: &mut Exec,
     ) -> Result<()> {
         let name = self.name();
-        let Handle { backend, back: Back::Scatter { counts, .. } } = dispatched.handle(name)? else {
+        let Handle { backend, back: Back::Scatter { counts, needed } } = dispatched.handle(name)? else {
             refuse!(Ranks, "{name}: no sums return to the owners of tokens")
         };
         if *backend != name || dispatched.weights_applied || self.ranks.tp.world_size() > 1 {
@@ -220,6 +228,7 @@ impl PrepareFinalize for OverRanks {
             )
         }
         let slots = slot_rows(expert_out, dispatched, strategy)?;
-        FusedCollective::CombineAddNorm { slots, counts, end }.run(&*self.ranks.ep, ex)
+        let needs = needed.then(|| self.ranks.needs(name, dispatched.topk_ids()?)).transpose()?;
+        FusedCollective::CombineAddNorm { slots, counts, needs, end }.run(&*self.ranks.ep, ex)
     }
 }

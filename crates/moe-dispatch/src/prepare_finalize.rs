@@ -114,6 +114,13 @@ pub trait PrepareFinalize: Send + Sync {
     /// The name in error messages and logs.
     fn name(&self) -> &'static str;
 
+    /// The launches of prepare, for plans: the name, and how rows travel where that depends on the step. `counts` are
+    /// the numbers of tokens that the ranks bring, each with K experts and H elements of `dtype`.
+    fn dispatch_kernel(&self, counts: &[usize], top_k: usize, hidden: usize, dtype: DType) -> &'static str {
+        let _ = (counts, top_k, hidden, dtype);
+        self.name()
+    }
+
     /// The layout of the rows that prepare returns.
     fn activation_format(&self) -> ActivationFormat;
 

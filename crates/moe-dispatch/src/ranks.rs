@@ -15,6 +15,11 @@ use crate::error::refuse;
 use crate::local_experts::LocalExperts;
 use crate::rows::{RowLists, width};
 
+/// The part of all rows that must be expected to stay away for rows to be sent only to the ranks that need them. It is
+/// (1 - 1/n)^K if the K experts of a token are spread evenly over n ranks. Below it, a launch that decides for each row
+/// would take longer than it saves.
+const WORTH_LEAVING_OUT: f64 = 0.1;
+
 /// The ranks of an expert-parallel group, as one rank sees them.
 #[derive(Debug)]
 pub struct EpRanks {
@@ -77,10 +82,23 @@ impl EpRanks {
 
     /// Which ranks need which rows of all ranks' tokens. `ids` are the tokens' experts.
     pub(crate) fn needs<'v>(&'v self, op: &str, ids: View<'v>) -> Result<RowNeeds<'v>> {
+        Ok(RowNeeds { ids, owners: self.owners_on_device(op)? })
+    }
+
+    /// The rank of each expert, in the memory of the rows.
+    pub(crate) fn owners_on_device(&self, op: &str) -> Result<View<'_>> {
         match &self.placed_owners {
-            Some(owners) => Ok(RowNeeds { ids, owners: owners.view() }),
+            Some(owners) => Ok(owners.view()),
             None => refuse!(Ranks, "{op}: cut experts have no owners"),
         }
+    }
+
+    /// Whether the low-latency form sends rows only to the ranks that need them, for these numbers of rows of each
+    /// rank: the communicator must do it in one launch, and enough rows must be expected to stay away.
+    pub(crate) fn dispatches(&self, counts: &[usize], top_k: usize, hidden: usize, dtype: DType) -> bool {
+        let away = (1.0 - 1.0 / self.world_size() as f64).powi(top_k.min(64) as i32);
+        let fused = self.ep.fused();
+        away >= WORTH_LEAVING_OUT && fused.is_some_and(|f| f.dispatches(counts, top_k, hidden, dtype))
     }
 
     /// The local slots of the experts.

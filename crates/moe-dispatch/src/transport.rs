@@ -31,11 +31,16 @@ pub(crate) trait Transport: Debug + Send + Sync {
         false
     }
 
-    /// Whether, by rank, every rank gets the rows of all ranks and returns sums of all rows. Then the communicator may
-    /// do that in one launch with the norm that follows
+    /// Whether, by rank, the communicator may return the sums in one launch with the norm that follows
     /// ([`FusedCollective::CombineAddNorm`](moe_comm::FusedCollective::CombineAddNorm)).
-    fn returns_all_rows(&self) -> bool {
+    fn combines(&self) -> bool {
         false
+    }
+
+    /// The name of this transport in steps in which ranks [dispatch](EpRanks::dispatches) only needed rows in one
+    /// launch, if it does that.
+    fn sends_needed_rows(&self) -> Option<&'static str> {
+        None
     }
 
     /// Whether a call reads data of the device on the host. A step with such a call cannot be recorded as a graph.

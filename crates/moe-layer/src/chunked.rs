@@ -146,7 +146,12 @@ impl Path {
         agreed: Option<&[usize]>,
         ex: &mut Exec,
     ) -> Result<Dispatched<'a>> {
-        let _dispatch = ex.launched_as_one(|| self.prepare.name());
+        let Tokens { hidden, topk_ids, .. } = &tokens;
+        let _dispatch = ex.launched_as_one(|| {
+            let same = vec![hidden.rows(); self.prepare.num_dispatchers()];
+            let [top_k, width] = [topk_ids, hidden].map(|rows| rows.dims().last().copied().unwrap_or(0));
+            self.prepare.dispatch_kernel(agreed.unwrap_or(&same), top_k, width, hidden.dtype())
+        });
         self.prepare.prepare(tokens, agreed, ex)
     }
 

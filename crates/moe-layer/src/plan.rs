@@ -222,10 +222,11 @@ impl SparseMoeBlock {
     ) -> Vec<Stage> {
         let mut stages = Vec::new();
         stages.extend(self.copies_stage(path, rows, machine).filter(|_| near));
-        let mut routed = vec![Stage::new(&["dispatch"], path.prepare.name())];
         let shape = path.experts.shape();
         let top_k = self.router().config().num_slots();
         let counts = vec![rows; path.prepare.num_dispatchers()];
+        let dispatch = path.prepare.dispatch_kernel(&counts, top_k, shape.hidden_size, shape.dtype);
+        let mut routed = vec![Stage::new(&["dispatch"], dispatch)];
         if adds_norm && path.prepare.combines_counts(&counts, top_k, shape.hidden_size, shape.dtype) {
             routed.extend(self.slot_rows_stages(path, rows, machine));
             routed

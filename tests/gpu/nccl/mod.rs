@@ -10,6 +10,7 @@ mod killed;
 mod moves;
 mod offload;
 mod peer_combine;
+mod peer_dispatch;
 mod peer_gather;
 mod peer_needs;
 mod peer_runs;

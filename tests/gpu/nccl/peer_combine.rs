@@ -1,8 +1,9 @@
 //! Slots of a sparse layer are summed over ranks, added to the residual stream and normed in one launch. This is
-//! compared with in-process CPU ranks, with and without slots that were added up before, in graphs, and by NCCL.
+//! compared with in-process CPU ranks, with and without slots that were added up before, where only ranks that own an
+//! expert of a row send sums for it, in graphs, and by NCCL.
 
 use candle_core::{DType, Result};
-use moe_comm::{AddNorm, Communicator, FusedCollective, run_ranks};
+use moe_comm::{AddNorm, Communicator, FusedCollective, RowNeeds, run_ranks};
 use moe_kernels::cuda::Graph;
 use moe_kernels::{Buffer, Exec, NO_EXPERT, PreNorm, SlotRouting, SlotRows, View};
 
@@ -12,6 +13,25 @@ use super::{LIMIT, run_nccl_ranks, worlds};
 use crate::common::{Rng, assert_close, assert_error, words};
 
 const EXPERTS: usize = 12;
+
+/// How the layers of a case run.
+#[derive(Clone, Copy, Debug)]
+struct Form {
+    added: bool,
+    in_graph: bool,
+    needed: bool,
+}
+
+/// Every form, with and without graphs.
+fn forms(graphs: &[bool]) -> Vec<Form> {
+    let mut forms = Vec::new();
+    for added in [false, true] {
+        for needed in [false, true] {
+            forms.extend(graphs.iter().map(|&in_graph| Form { added, in_graph, needed }));
+        }
+    }
+    forms
+}
 
 /// The data that all ranks share. The slots of each rank come from `seed`.
 struct Case {
@@ -38,12 +58,24 @@ impl Case {
         self.owners.iter().map(|&owner| if owner == rank { local.next().unwrap_or(0) } else { -1 }).collect()
     }
 
+    /// The sums of a rank, which are zero for rows of which it owns no expert.
+    fn sums(&self, rank: usize, rng: &mut Rng) -> Result<Buffer> {
+        let total = self.counts.iter().sum::<usize>();
+        let mut sums = rng.floats(DType::F32, &[total, self.hidden]).view().to_f32_vec()?;
+        for (sums, ids) in sums.chunks_mut(self.hidden).zip(self.ids.chunks(self.top_k)) {
+            if !ids.iter().any(|&id| self.owners.get(id as usize) == Some(&rank)) {
+                sums.fill(0.0);
+            }
+        }
+        Buffer::from_vec(sums, &[total, self.hidden])
+    }
+
     /// The residual stream and its norm after two layers. With `added`, slots come as sums. With a graph these layers
-    /// also run a second and third time.
+    /// also run a second and third time. With `needed`, ranks leave out the rows of which they own no expert.
     fn play(
         &self,
         comm: &dyn Communicator,
-        (added, in_graph): (bool, bool),
+        Form { added, in_graph, needed }: Form,
         ex: &mut Exec,
     ) -> Result<[Buffer; 2]> {
         let rank = comm.rank();
@@ -55,8 +87,10 @@ impl Case {
             Ok::<_, candle_core::Error>(data)
         };
         let mut rng = Rng::seeded(self.seed + rank as u64);
-        let dims: &[usize] = if added { &[total, h] } else { &[total, self.top_k, h] };
-        let slots = put(rng.floats(DType::F32, dims))?;
+        let slots = match added {
+            true => put(self.sums(rank, &mut rng)?)?,
+            false => put(rng.floats(DType::F32, &[total, self.top_k, h]))?,
+        };
         let mut residual = put(rng.floats(DType::F32, &[self.counts[rank], h]))?;
         let mut rng = Rng::seeded(self.seed - 1);
         let weights = put(rng.floats(DType::F32, &[total, self.top_k]))?;
@@ -68,10 +102,13 @@ impl Case {
             SlotRouting { topk_ids: ids.view(), topk_weights: weights.view(), expert_map: Some(map.view()) };
         let rows = SlotRows { rows: slots.view(), routing: (!added).then_some(routing) };
         let norm = PreNorm { weight: gain.view(), eps: 1e-6 };
+        let owners = put(words(self.owners.iter().map(|&owner| owner as u32).collect(), &[EXPERTS]))?;
+        let needs = needed.then(|| RowNeeds { ids: ids.view(), owners: owners.view() });
         let mut layers = |count: usize, ex: &mut Exec| {
             (0..count).try_for_each(|_| {
                 let end = AddNorm { residual: residual.view_mut(), norm, out: out.view_mut() };
-                FusedCollective::CombineAddNorm { slots: rows, counts: &self.counts, end }.run(comm, ex)
+                FusedCollective::CombineAddNorm { slots: rows, counts: &self.counts, needs, end }
+                    .run(comm, ex)
             })
         };
         layers(2, ex)?;
@@ -91,7 +128,7 @@ impl Case {
 const SIZES: [(usize, usize, usize); 6] =
     [(0, 64, 2), (1, 8, 1), (17, 264, 8), (128, 2048, 8), (40, 4096, 3), (200, 1024, 32)];
 
-fn compare(n: usize, uses_peers: bool, forms: &[(bool, bool)], sizes: &[(usize, usize, usize)]) {
+fn compare(n: usize, uses_peers: bool, forms: &[Form], sizes: &[(usize, usize, usize)]) {
     let mut rng = Rng::new();
     let cases: Vec<Case> = sizes.iter().map(|size| Case::new(n, *size, &mut rng)).collect();
     let got = run_nccl_ranks(n, LIMIT, |comm, ex| {
@@ -108,7 +145,8 @@ fn compare(n: usize, uses_peers: bool, forms: &[(bool, bool)], sizes: &[(usize, 
     });
     for (at, case) in cases.iter().enumerate() {
         for (i, form) in forms.iter().enumerate() {
-            let want = run_ranks(n, |_, comm| case.play(&comm, (form.0, false), &mut Exec::cpu()));
+            let want =
+                run_ranks(n, |_, comm| case.play(&comm, Form { in_graph: false, ..*form }, &mut Exec::cpu()));
             for (rank, want) in want.into_iter().map(Result::unwrap).enumerate() {
                 let what = format!("rank {rank} of {n}, {:?}, {form:?}", SIZES[at]);
                 let got = &got[rank][at];
@@ -116,9 +154,9 @@ fn compare(n: usize, uses_peers: bool, forms: &[(bool, bool)], sizes: &[(usize, 
                 let bound = if uses_peers { 1e-6 } else { 1e-5 };
                 assert_close(&format!("residual, {what}"), &want[0], &got[i][0], bound);
                 assert_close(&format!("norm, {what}"), &want[1], &got[i][1], 4e-3);
-                let same = forms.iter().position(|other| other.0 == form.0).unwrap_or(i);
+                let same = forms.iter().position(|other| other.added == form.added).unwrap_or(i);
                 for (a, b) in got[i].iter().zip(&got[same]) {
-                    assert_eq!(bits(a), bits(b), "with and without a graph, {what}");
+                    assert_eq!(bits(a), bits(b), "with and without a graph and zeros that are sent, {what}");
                 }
             }
         }
@@ -128,7 +166,7 @@ fn compare(n: usize, uses_peers: bool, forms: &[(bool, bool)], sizes: &[(usize, 
 #[test]
 fn slots_end_as_those_of_cpu_ranks() {
     for n in worlds() {
-        compare(n, true, &[(false, false), (false, true), (true, false), (true, true)], &SIZES);
+        compare(n, true, &forms(&[false, true]), &SIZES);
     }
 }
 
@@ -136,7 +174,7 @@ fn slots_end_as_those_of_cpu_ranks() {
 #[test]
 fn nccl_does_the_same() {
     for n in worlds() {
-        compare(n, false, &[(false, false), (true, false)], &SIZES[..4]);
+        compare(n, false, &forms(&[false]), &SIZES[..4]);
     }
 }
 
@@ -156,7 +194,8 @@ fn wrong_arguments_are_refused() {
             SlotRouting { topk_ids: ids.view(), topk_weights: weights.view(), expert_map: Some(map.view()) };
         let mut call = |rows: View, routing, counts: &[usize]| {
             let rows = SlotRows { rows, routing };
-            peers.combine_add_norm_into(&rows, counts, residual.view_mut(), &norm, out.view_mut(), ex)
+            let end = AddNorm { residual: residual.view_mut(), norm, out: out.view_mut() };
+            peers.combine_add_norm_into(&rows, counts, None, end, ex)
         };
         let fewer = SlotRouting {
             topk_ids: ids.view().narrow(0, 3).unwrap(),

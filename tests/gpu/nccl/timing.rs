@@ -4,9 +4,9 @@ use std::fmt::Write;
 use std::time::Instant;
 
 use candle_core::{DType, Result};
-use moe_comm::{AddNorm, Collectives, Communicator, FusedCollective, NcclComm, ReduceOp};
+use moe_comm::{AddNorm, Collectives, Communicator, FusedCollective, NcclComm, ReduceOp, RowNeeds};
 use moe_kernels::cuda::Graph;
-use moe_kernels::{Buffer, Exec, PreNorm, add_rms_norm_into};
+use moe_kernels::{Buffer, Exec, PreNorm, SlotRouting, SlotRows, add_rms_norm_into};
 
 use super::peers::peers_of;
 use super::{LIMIT, run_nccl_ranks, worlds};
@@ -231,6 +231,96 @@ fn table() {
             writeln!(text, "64 MiB: all_reduce {reduce:.0} GB/s, all_to_all {exchange:.0} GB/s per GPU")
                 .unwrap();
             assert!(reduce > 1.0 && exchange > 1.0, "{text}");
+            Ok::<_, candle_core::Error>(text)
+        });
+        println!("{}", tables.into_iter().next().unwrap().unwrap());
+    }
+}
+
+/// The way to the experts and back for rows in bf16 with 8 ids and weights, of which a part of `needed` percent has an
+/// expert on another rank: as a gather of all rows, and as a dispatch; then the sums with addition and norm, of all
+/// rows and of the needed ones.
+fn dispatch_row(comm: &NcclComm, tokens: usize, needed: usize, ex: &mut Exec) -> Result<[f64; 4]> {
+    let n = comm.world_size();
+    let rank = comm.rank();
+    // Expert r is on rank r. A token chooses its own rank's expert, and some choose all of them.
+    let chosen = |row: usize, k: usize| {
+        let own = row / tokens;
+        if (row % tokens) * 100 < needed * tokens { (own + k) % n } else { own }
+    };
+    let everything = (0..n * tokens).flat_map(|row| (0..8).map(move |k| chosen(row, k) as u32));
+    let host = Buffer::from_vec(everything.collect::<Vec<_>>(), &[n * tokens, 8])?;
+    let owners_of = Buffer::from_vec((0..n as u32).collect::<Vec<_>>(), &[n])?;
+    let map_of: Vec<i32> = (0..n).map(|expert| if expert == rank { 0 } else { -1 }).collect();
+    let map_of = Buffer::from_vec(map_of, &[n])?;
+    let mut ids = ex.zeros(DType::U32, &[tokens, 8])?;
+    let mut all_ids = ex.zeros(DType::U32, &[n * tokens, 8])?;
+    let mut owners = ex.zeros(DType::U32, &[n])?;
+    let mut map = ex.zeros(DType::I32, &[n])?;
+    ex.copy_from_host(host.view().narrow(rank * tokens, tokens)?, ids.view_mut())?;
+    ex.copy_from_host(host.view(), all_ids.view_mut())?;
+    ex.copy_from_host(owners_of.view(), owners.view_mut())?;
+    ex.copy_from_host(map_of.view(), map.view_mut())?;
+    let rows = ex.zeros(DType::BF16, &[tokens, HIDDEN])?;
+    let mut all_rows = ex.zeros(DType::BF16, &[n * tokens, HIDDEN])?;
+    let weights = ex.zeros(DType::F32, &[tokens, 8])?;
+    let mut all_weights = ex.zeros(DType::F32, &[n * tokens, 8])?;
+    let slots = ex.zeros(DType::F32, &[n * tokens, 8, HIDDEN])?;
+    let gain = ex.zeros(DType::BF16, &[HIDDEN])?;
+    let mut residual = ex.zeros(DType::F32, &[tokens, HIDDEN])?;
+    let mut out = ex.zeros(DType::BF16, &[tokens, HIDDEN])?;
+    let counts = vec![tokens; n];
+    let gather = replayed(comm, ex, |ex| {
+        let arrays = vec![
+            (ids.view(), all_ids.view_mut()),
+            (rows.view(), all_rows.view_mut()),
+            (weights.view(), all_weights.view_mut()),
+        ];
+        FusedCollective::Gather { arrays, counts: &counts, needs: None }.run(comm, ex)
+    })?;
+    let dispatch = replayed(comm, ex, |ex| {
+        let rows = (rows.view(), all_rows.view_mut());
+        let ids = (ids.view(), all_ids.view_mut());
+        let weights = (weights.view(), all_weights.view_mut());
+        FusedCollective::Dispatch { rows, ids, weights, counts: &counts, owners: owners.view() }.run(comm, ex)
+    })?;
+    let mut back = [0.0; 2];
+    for (part, time) in [false, true].into_iter().zip(&mut back) {
+        let routing = SlotRouting {
+            topk_ids: all_ids.view(),
+            topk_weights: all_weights.view(),
+            expert_map: Some(map.view()),
+        };
+        let slots = SlotRows { rows: slots.view(), routing: Some(routing) };
+        let needs = part.then(|| RowNeeds { ids: all_ids.view(), owners: owners.view() });
+        *time = replayed(comm, ex, |ex| {
+            let norm = PreNorm { weight: gain.view(), eps: 1e-6 };
+            let end = AddNorm { residual: residual.view_mut(), norm, out: out.view_mut() };
+            FusedCollective::CombineAddNorm { slots, counts: &counts, needs, end }.run(comm, ex)
+        })?;
+    }
+    Ok([gather, dispatch, back[0], back[1]])
+}
+
+#[test]
+fn dispatch_table() {
+    for n in worlds() {
+        let tables = run_nccl_ranks(n, LIMIT, |comm, ex| {
+            peers_of(comm);
+            let mut text = format!("gather or dispatch, and sums with norm, {n} GPUs, us in a graph:\n");
+            text += "| tokens of a rank | needed elsewhere, % | gather | dispatch | sums of all rows | of needed rows |\n|---|---|---|---|---|---|\n";
+            for tokens in [1, 8, 32, 64, 256] {
+                for needed in [0, 50, 100] {
+                    let [gather, dispatch, all, part] = dispatch_row(comm, tokens, needed, ex)?;
+                    writeln!(
+                        text,
+                        "| {tokens} | {needed} | {gather:.1} | {dispatch:.1} | {all:.1} | {part:.1} |"
+                    )
+                    .unwrap();
+                    assert!(dispatch < 1000.0 && part < 1000.0, "{text}");
+                }
+            }
+            comm.check()?;
             Ok::<_, candle_core::Error>(text)
         });
         println!("{}", tables.into_iter().next().unwrap().unwrap());

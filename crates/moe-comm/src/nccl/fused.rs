@@ -32,6 +32,10 @@ impl FusedCollectives for NcclComm {
         self.usable_peers().is_some() && self.shares_residual(rows, hidden, dtype).is_ok()
     }
 
+    fn dispatches(&self, counts: &[usize], top_k: usize, hidden: usize, dtype: DType) -> bool {
+        self.usable_peers().is_some_and(|peers| peers.fits_dispatch(counts, top_k, hidden, dtype))
+    }
+
     fn combines(&self, counts: &[usize], top_k: usize, hidden: usize, dtype: DType) -> bool {
         let fits = |peers: &&PeerAllReduce| peers.fits_combine(counts, top_k, hidden);
         dtype == DType::BF16 && self.usable_peers().filter(fits).is_some()
@@ -64,9 +68,14 @@ impl FusedCollectives for NcclComm {
                     peers.reduce_scatter_into(sums, counts, needs.as_ref(), out, ex)
                 })
             }
-            (Call::CombineAddNorm { slots, counts, end }, Some(peers)) => {
+            (Call::CombineAddNorm { slots, counts, needs, end }, Some(peers)) => {
                 self.on_stream(Op::ReduceScatter, ex, |ex| {
-                    peers.combine_add_norm_into(&slots, counts, end.residual, &end.norm, end.out, ex)
+                    peers.combine_add_norm_into(&slots, counts, needs.as_ref(), end, ex)
+                })
+            }
+            (Call::Dispatch { rows, ids, weights, counts, owners }, Some(peers)) => {
+                self.on_stream(Op::AllGather, ex, |ex| {
+                    peers.dispatch_into(rows, ids, weights, counts, owners, ex)
                 })
             }
             (call, None) => bail!("{self:?}: expected a call that it takes, got {call:?}"),
@@ -94,7 +103,11 @@ impl NcclComm {
                 let parts: Vec<_> = counts.iter().map(|rows| rows * width).collect();
                 sums.is_cuda() && peers.fits_scatter(sums.dtype(), &parts)
             }
-            FusedCollective::CombineAddNorm { slots, counts, end } => {
+            FusedCollective::Dispatch { rows: (rows, _), ids: (ids, _), counts, .. } => {
+                let width = |view: &View<'_>| view.dims().iter().skip(1).product::<usize>();
+                rows.is_cuda() && self.dispatches(counts, width(ids), width(rows), rows.dtype())
+            }
+            FusedCollective::CombineAddNorm { slots, counts, end, .. } => {
                 let combines =
                     |(_, top_k, hidden)| self.combines(counts, top_k, hidden, end.norm.weight.dtype());
                 end.residual.is_cuda() && slots.check("combine_add_norm").is_ok_and(combines)

@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{DType, Result, bail};
-use moe_kernels::cuda::PeerBuffers;
+use moe_kernels::cuda::{OwnedRows, PeerBuffers};
 use moe_kernels::{Exec, PreNorm, SlotRows, View, ViewMut};
 
 use super::join::{Shared, share};
 use super::memory::{Owned, Status, group};
-use crate::collective::RowNeeds;
+use crate::collective::{AddNorm, RowNeeds};
 use crate::communicator::Communicator;
 
 /// Small all-reduces, and all-gathers and reduce-scatters of any size, for the ranks of one host. The kernels write to
@@ -207,9 +207,9 @@ impl PeerAllReduce {
         self.buffers.fits_combine(counts, top_k, hidden)
     }
 
-    /// Each rank adds up the slots that it computed. `residual` [counts\[rank\], H] f32 += the sum of these results
-    /// over the ranks; then `out` bf16 = RMS norm of `residual`. See
-    /// [`CombineAddNorm`](crate::FusedCollective::CombineAddNorm).
+    /// Each rank adds up the slots that it computed. `end.residual` [counts\[rank\], H] f32 += the sum of these results
+    /// over the ranks; then `end.out` bf16 = RMS norm of the residual stream. With `needs`, the sum is over the ranks
+    /// that need the row. See [`CombineAddNorm`](crate::FusedCollective::CombineAddNorm).
     ///
     /// # Errors
     /// The errors of [`all_reduce_add_norm_into`](Self::all_reduce_add_norm_into), and what
@@ -218,13 +218,39 @@ impl PeerAllReduce {
         &self,
         slots: &SlotRows<'_>,
         counts: &[usize],
-        residual: ViewMut<'_>,
-        norm: &PreNorm<'_>,
-        out: ViewMut<'_>,
+        needs: Option<&RowNeeds<'_>>,
+        end: AddNorm<'_>,
         ex: &mut Exec,
     ) -> Result<()> {
         self.ready(ex)?;
-        self.buffers.combine_add_rms_norm_into(slots, counts, residual, norm, out, ex)
+        let rows = OwnedRows { counts, needs: needs.map(|needs| (needs.ids, needs.owners)) };
+        let AddNorm { residual, norm, out } = end;
+        self.buffers.combine_add_rms_norm_into(slots, rows, residual, &norm, out, ex)
+    }
+
+    /// Whether [`dispatch_into`](Self::dispatch_into) takes rows of H elements with K experts, in these numbers from
+    /// each rank. All ranks get the same answer.
+    pub fn fits_dispatch(&self, counts: &[usize], top_k: usize, hidden: usize, dtype: DType) -> bool {
+        self.buffers.fits_dispatch(counts, top_k, hidden, dtype)
+    }
+
+    /// Sends rows to the ranks that own an expert of the row, and ids and weights to all; each argument is this rank's
+    /// part and the place of all ranks' parts. See [`Dispatch`](crate::FusedCollective::Dispatch).
+    ///
+    /// # Errors
+    /// A context on a stream that is not the group's; wrong dims or dtypes; what
+    /// [`fits_dispatch`](Self::fits_dispatch) refuses; the group has failed.
+    pub fn dispatch_into(
+        &self,
+        rows: (View<'_>, ViewMut<'_>),
+        ids: (View<'_>, ViewMut<'_>),
+        weights: (View<'_>, ViewMut<'_>),
+        counts: &[usize],
+        owners: View<'_>,
+        ex: &mut Exec,
+    ) -> Result<()> {
+        self.ready(ex)?;
+        self.buffers.dispatch_into(rows, ids, weights, counts, owners, ex)
     }
 
     /// Returns an error if a kernel has given up waiting or [`stop`](Self::stop) was called. Call it after the work

@@ -31,7 +31,7 @@ impl Transport for AllgatherReducescatter {
         "allgather_reducescatter"
     }
 
-    fn returns_all_rows(&self) -> bool {
+    fn combines(&self) -> bool {
         true
     }
 

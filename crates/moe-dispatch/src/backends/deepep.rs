@@ -1,17 +1,17 @@
 //! `deepep`: each rank gets only the rows that its experts need, each row once. It has the two forms of DeepEP's
 //! kernels.
 //!
-//! If the host must know the sizes of messages, a block of fixed size is sent whole, even if few of its rows are
-//! needed. So by rank the low-latency form gathers each token once, and lists the numbers of slots by expert instead of
-//! moving rows: nothing is copied, padded or zeroed. By rank the high-throughput form uses the places of a gather, and
-//! leaves the places of rows that a rank does not need empty. The device decides from the ids of all tokens which rows
-//! are sent, so nothing is counted.
+//! By rank both forms use the places of a gather, and leave the places of rows that a rank does not need empty: the
+//! device decides from the ids which rows are sent, so nothing is counted, and the host knows every size. The
+//! low-latency form lists the numbers of slots by expert instead of moving rows: nothing is copied, padded or zeroed.
+//! It sends ids and rows in one launch where the communicator can and where enough rows stay away; otherwise it gathers
+//! all of them. The high-throughput form gathers the ids first.
 
 use candle_core::{Error, Result};
 use moe_comm::DeepEpMode;
 use moe_kernels::{ActivationFormat, Dispatched, Exec};
 
-use crate::arrive::{all_to_all, gather};
+use crate::arrive::{all_to_all, dispatch, gather};
 use crate::back::Back;
 use crate::block_ranks::{BlockBackends, BlockRanks};
 use crate::by_slot::Returns;
@@ -19,6 +19,7 @@ use crate::call::Call;
 use crate::over_ranks::OverRanks;
 use crate::prepare_finalize::WhoAdds;
 use crate::ranks::EpRanks;
+use crate::rows::width;
 use crate::transport::Transport;
 
 /// The most tokens that a rank may bring to the low-latency form if ranks add and slots are listed: the number of
@@ -107,15 +108,24 @@ impl Transport for LowLatency {
         Some(self.max_num_tokens)
     }
 
-    fn returns_all_rows(&self) -> bool {
+    fn combines(&self) -> bool {
         true
+    }
+
+    fn sends_needed_rows(&self) -> Option<&'static str> {
+        Some("deepep low_latency, needed rows")
     }
 
     fn prepare<'a>(&self, call: Call<'_, 'a>, ex: &mut Exec) -> Result<(Dispatched<'a>, Back)> {
         let counts = call.owned_counts(ex)?;
         if call.who_adds == WhoAdds::ByRank {
-            let arrived = gather(&call, &counts, false, ex)?;
-            return Ok((arrived.listed(&call, ex)?, Back::Scatter { counts, needed: false }));
+            let input = call.input.view();
+            let needed = call.ranks.dispatches(&counts, width(call.ids), width(input), input.dtype());
+            let arrived = match needed {
+                true => dispatch(&call, &counts, ex)?,
+                false => gather(&call, &counts, false, ex)?,
+            };
+            return Ok((arrived.listed(&call, ex)?, Back::Scatter { counts, needed }));
         }
         let block = counts.into_iter().max().unwrap_or(0);
         let (arrived, _) = all_to_all(&call, Some(block), ex)?;

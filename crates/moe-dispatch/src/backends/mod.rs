@@ -6,12 +6,14 @@
 //! | `local_allreduce` | every rank has them | to the owners | all-reduce |
 //! | `allgather_reducescatter` | all-gather | to the owners | reduce-scatter |
 //! | `deepep high_throughput` | the needed rows (1) | to the owners | reduce-scatter of the needed rows |
-//! | `deepep low_latency` | blocks of equal size (2) | in blocks to the owners | reduce-scatter |
+//! | `deepep low_latency` | blocks of equal size (2) | in blocks to the owners | reduce-scatter (3) |
 //!
 //! (1) By slot this is an all-to-all with exact counts, by rank a gather.
 //!
 //! (2) By slot this is an all-to-all with batched rows; the size of a block is the largest number of tokens of a rank
-//! in the step. By rank it is an all-gather with listed slots.
+//! in the step. By rank rows have the places of a gather, and their slots are listed by expert.
+//!
+//! (3) Where the communicator sends only needed rows in one launch, only the sums of these return.
 
 mod allgather_reducescatter;
 mod deepep;

@@ -321,6 +321,7 @@ extern "C" int moe_peer_buffer_init(void* buffer, size_t bytes, void* stream) {
   if (e == cudaSuccess) e = load_scatter_kernels();
   if (e == cudaSuccess) e = load_share_kernel();
   if (e == cudaSuccess) e = load_combine_kernel();
+  if (e == cudaSuccess) e = load_dispatch_kernels();
   if (e == cudaSuccess) e = cudaMemsetAsync(buffer, 0, kControlBytes, s);
   if (e != cudaSuccess) return e;
   return cudaMemsetAsync(static_cast<uint8_t*>(buffer) + kControlBytes, 0xff, bytes - kControlBytes, s);

@@ -9,11 +9,16 @@
 // deadlock. In a decode step every row has its own block. peer.cuh explains slots, waiting, and why no barrier is
 // needed.
 //
+// If the owners of experts are given, a rank sends nothing for a row of which it has computed no slot (dispatch.cu did
+// not send it that row), and the row's owner waits only for the others. The first row of each rank is the exception:
+// for it every rank sends at least one slot, so that each rank still receives something from each. Sums keep their
+// bits, because what is left out is zero.
+//
 // Floor on 4 GPUs, for 64 tokens per rank, 8 slots of which 2 are on this rank, and H = 2,048: 1.6 MB out, 3.5 us at
 // 450 GB/s, a hop of 1 us, a grid boundary of 0.65 us, and reading ids and then rows from L2, 1.2 us, together 6.5 us.
 // Predicted 9 us, measured 11.9 instead of 16.4 for three launches (docs/lessons/ranks.md).
 #include "experts/combine.cuh"
-#include "peer/peer.cuh"
+#include "peer/needs.cuh"
 #include "rows/norm.cuh"
 
 namespace moe {
@@ -97,13 +102,14 @@ __device__ __forceinline__ Vec16 words(const float* x) {
 
 /// Sends this rank's sum of row `row` of rank `to`.
 __device__ __forceinline__ void send_row(const Exchange& x, const Turn& turn, const Combine<float>& a,
-                                         const Owned& owned, int to, uint32_t row) {
+                                         const Owned& owned, const Needs& needs, int to, uint32_t row) {
   const uint32_t first = x.peers.rank * x.vectors + row * (a.hidden / kWords);
-  if (row >= owned.counts[to]) {
-    if (threadIdx.x == 0) send(slot(x, turn, to, first), Vec16{});
+  const int token = owned.begins[to] + row;
+  const bool exists = row < owned.counts[to];
+  if (!exists || (needs.of_row(token) >> x.peers.rank & 1u) == 0) {
+    if (row == 0 && threadIdx.x == 0) send(slot(x, turn, to, first), Vec16{});
     return;
   }
-  const int token = owned.begins[to] + row;
   const Present p = present(a, token);
   for (int t = 0; t * kTurnColumns < a.hidden; ++t) {
     int at[2];
@@ -117,12 +123,12 @@ __device__ __forceinline__ void send_row(const Exchange& x, const Turn& turn, co
   }
 }
 
-/// Adds the other ranks' sums of eight columns to this rank's, in rank order, for up to kRanks ranks.
+/// Adds the sums of eight columns of the ranks in `peers` to this rank's, in rank order, for up to kRanks ranks.
 template <int kRanks>
-__device__ __forceinline__ void add_ranks(const Exchange& x, Turn& turn, uint32_t vector, float (&sum)[kVector]) {
+__device__ __forceinline__ void add_ranks(const Exchange& x, Turn& turn, uint32_t peers, uint32_t vector,
+                                          float (&sum)[kVector]) {
   constexpr int kAtOnce = kRanks > 4 ? 1 : 2;  // vectors, as registers allow
   const int rank = x.peers.rank, ranks = x.peers.ranks;
-  const uint32_t peers = ((1u << ranks) - 1) & ~(1u << rank);
 #pragma unroll
   for (int half = 0; half < 2; half += kAtOnce) {
     Vec16 v[kAtOnce * kRanks] = {};
@@ -146,16 +152,18 @@ __device__ __forceinline__ void add_ranks(const Exchange& x, Turn& turn, uint32_
 /// residual += the ranks' sums of this rank's row `row`, then out = norm(residual).
 template <int kRanks>
 __device__ __forceinline__ void take_row(const Exchange& x, Turn& turn, const Combine<float>& a, const Owned& owned,
-                                         const NormRows& n, uint32_t row, float* kept, float* parts) {
+                                         const Needs& needs, const NormRows& n, uint32_t row, float* kept,
+                                         float* parts) {
   const int own = x.peers.rank;
   const uint32_t first = row * (a.hidden / kWords);
-  if (row >= owned.counts[own]) {
-    Vec16 nothing[kRanks];
-    const uint32_t peers = ((1u << x.peers.ranks) - 1) & ~(1u << own);
-    if (threadIdx.x == 0) receive(x, turn, nothing, peers, 0, first, x.vectors);
-    return;
-  }
+  const uint32_t peers = ((1u << x.peers.ranks) - 1) & ~(1u << own);
   const int token = owned.begins[own] + row;
+  const bool exists = row < owned.counts[own];
+  const uint32_t senders = exists ? peers & needs.of_row(token) : 0u;
+  if (row == 0 && threadIdx.x == 0)
+    for (int r = 0; r < x.peers.ranks; ++r)
+      if ((peers & ~senders) >> r & 1u) take(x, turn, first + r * x.vectors, r);
+  if (!exists) return;
   const size_t base = static_cast<size_t>(row) * a.hidden;
   const Present p = present(a, token);
   float squares = 0.f;
@@ -172,7 +180,7 @@ __device__ __forceinline__ void take_row(const Exchange& x, Turn& turn, const Co
     }
     weigh(a, token, p, at, valid, sum);
     if (!valid[0]) continue;
-    add_ranks<kRanks>(x, turn, first + at[0] / kWords, sum);
+    add_ranks<kRanks>(x, turn, senders, first + at[0] / kWords, sum);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) sum[i] = before[i] + sum[i];
     float4* to = reinterpret_cast<float4*>(n.residual + base + at[0]);
@@ -188,7 +196,8 @@ __device__ __forceinline__ void take_row(const Exchange& x, Turn& turn, const Co
 template <int kRanks>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kRanks>)
     combine_kernel(const __grid_constant__ Exchange x, const __grid_constant__ Combine<float> a,
-                   const __grid_constant__ Owned owned, const __grid_constant__ NormRows n) {
+                   const __grid_constant__ Owned owned, const __grid_constant__ Needs needs,
+                   const __grid_constant__ NormRows n) {
   extern __shared__ __align__(16) float kept[];  // a row, then the norm's weight
   __shared__ float parts[2][kNormWarps];
 #pragma unroll 1
@@ -202,19 +211,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kRanks>)
   for (int i = 1; i < ranks; ++i) {  // each rank begins with another peer
     const int to = rank + i < ranks ? rank + i : rank + i - ranks;
     const uint32_t tasks = owned.tasks(to);
-    for (; task < tasks; task += gridDim.x) send_row(x, turn, a, owned, to, task);
+    for (; task < tasks; task += gridDim.x) send_row(x, turn, a, owned, needs, to, task);
     task -= tasks;
   }
   count_turn(x, turn);
   for (uint32_t odd = 0; task < owned.tasks(rank); task += gridDim.x, odd ^= 1)
-    take_row<kRanks>(x, turn, a, owned, n, task, kept, parts[odd]);
+    take_row<kRanks>(x, turn, a, owned, needs, n, task, kept, parts[odd]);
 }
 
 template <int kRanks>
-cudaError_t run(const Exchange& x, const Combine<float>& a, const Owned& owned, const NormRows& n, uint32_t tasks,
-                size_t smem, const DeviceLimits& limits, void* stream) {
+cudaError_t run(const Exchange& x, const Combine<float>& a, const Owned& owned, const Needs& needs, const NormRows& n,
+                uint32_t tasks, size_t smem, const DeviceLimits& limits, void* stream) {
   const int blocks = min(static_cast<int>(tasks), kBlocksPerSm<kRanks> * limits.sms);
-  return launch(combine_kernel<kRanks>, {dim3(blocks), dim3(kThreads), stream, smem}, x, a, owned, n);
+  return launch(combine_kernel<kRanks>, {dim3(blocks), dim3(kThreads), stream, smem}, x, a, owned, needs, n);
 }
 
 }  // namespace
@@ -239,14 +248,16 @@ extern "C" int64_t moe_peer_combine_rows(int ranks, size_t capacity, int hidden)
 /// added as in moe_combine; then out bf16 = residual / rms(residual) * weight, as in moe_add_rms_norm. `slots` has all
 /// ranks' rows, [sum(counts), K, H] f32, K at most 32; without ids each row has one slot of weight 1, which every rank
 /// has. Its `out` and `output` are not read. H is a multiple of 8; arrays that are read in vectors are aligned to 16
-/// bytes.
+/// bytes. With `needs`, of up to 32 ids for each of all ranks' rows, a rank that owns none of a row's experts sends
+/// nothing for that row; its sum is taken as zero.
 extern "C" int moe_peer_combine_add_rms_norm(const moe::Peers* peers, const moe::CombineArgs* slots,
-                                             const uint32_t* counts, float* residual, const moe::bf16* weight,
-                                             float eps, moe::bf16* out, void* stream) {
+                                             const uint32_t* counts, const moe::Needs* needs, float* residual,
+                                             const moe::bf16* weight, float eps, moe::bf16* out, void* stream) {
   using namespace moe;
   const CombineArgs& c = *slots;
   if (!is_group(*peers) || c.rows != Dtype::kF32 || c.tokens < 0 || c.hidden <= 0 || c.hidden % kVector != 0 ||
-      c.top_k <= 0 || c.top_k > (c.topk_ids == nullptr ? 1 : 32) || c.num_ids <= 0)
+      c.top_k <= 0 || c.top_k > (c.topk_ids == nullptr ? 1 : 32) || c.num_ids <= 0 ||
+      (needs != nullptr && needs->top_k > 32))
     return cudaErrorInvalidValue;
   Owned owned = {};
   uint32_t total = 0, longest = 1, tasks = 0;
@@ -277,6 +288,7 @@ extern "C" int moe_peer_combine_add_rms_norm(const moe::Peers* peers, const moe:
   const NormRows n = {residual, weight, eps, out, static_cast<int>(counts[peers->rank]), c.hidden, {}};
   const size_t smem = static_cast<size_t>(c.hidden) * (sizeof(float) + sizeof(bf16));
   if (2 * smem > static_cast<size_t>(limits.block_smem)) return cudaErrorInvalidValue;
-  return peers->ranks <= 4 ? run<4>(x, a, owned, n, tasks, smem, limits, stream)
-                           : run<kMaxRanks>(x, a, owned, n, tasks, smem, limits, stream);
+  const Needs needed = needs != nullptr ? *needs : Needs{};
+  return peers->ranks <= 4 ? run<4>(x, a, owned, needed, n, tasks, smem, limits, stream)
+                           : run<kMaxRanks>(x, a, owned, needed, n, tasks, smem, limits, stream);
 }

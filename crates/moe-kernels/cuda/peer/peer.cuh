@@ -117,12 +117,13 @@ cudaError_t load_kernels(Kernels... kernels) {
   return e;
 }
 
-/// Loads the kernels of gather.cu, scatter.cu, share.cu and combine.cu, as moe_peer_buffer_init loads the kernels of
-/// its own file.
+/// Loads the kernels of gather.cu, scatter.cu, share.cu, combine.cu and dispatch.cu, as moe_peer_buffer_init loads the
+/// kernels of its own file.
 cudaError_t load_gather_kernels();
 cudaError_t load_scatter_kernels();
 cudaError_t load_share_kernel();
 cudaError_t load_combine_kernel();
+cudaError_t load_dispatch_kernels();
 
 // ---- slots
 

@@ -12,31 +12,9 @@
 // 93 KiB of instructions and took three times as long (docs/lessons/ranks.md).
 #pragma once
 
-#include "peer/peer.cuh"
+#include "peer/needs.cuh"
 
 namespace moe {
-
-/// Which ranks need a row: the owners of its token's experts. moe-kernels' `cuda::PeerBuffers` uses the same layout.
-struct Needs {
-  const uint32_t* ids;     // [rows of all ranks, top_k]; null: all ranks need all rows
-  const uint32_t* owners;  // [experts]
-  uint32_t top_k, experts;
-  uint32_t row_slots;
-
-  /// A bit for each rank that needs data in this slot of all ranks' rows; with kAll all ranks do.
-  template <bool kAll>
-  __device__ __forceinline__ uint32_t of(uint32_t slot) const {
-    if (kAll || ids == nullptr) return 0xffffffffu;
-    const uint32_t* chosen = ids + slot / row_slots * top_k;
-    uint32_t ranks = 0;
-#pragma unroll 1
-    for (uint32_t k = 0; k < top_k; ++k) {
-      const uint32_t id = __ldcg(chosen + k);
-      if (id < experts) ranks |= 1u << __ldg(owners + id);
-    }
-    return ranks;
-  }
-};
 
 constexpr int kThreads = 128;         // threads that send, and threads that receive; in short calls they are the same
 constexpr int kBlocksPerSm = 2;       // all blocks of a launch must be resident at once
@@ -80,12 +58,6 @@ struct Roles {
     receives = !apart || threadIdx.x >= kThreads;
   }
 };
-
-/// The i-th peer after this rank, so that each rank begins with a different peer.
-__device__ __forceinline__ int peer_after(const Exchange& x, int i) {
-  const int next = x.peers.rank + i;
-  return next < x.peers.ranks ? next : next - x.peers.ranks;
-}
 
 inline bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 

@@ -8,7 +8,7 @@ use std::ffi::{c_char, c_void};
 use half::bf16;
 
 use super::args::*;
-use super::peer::{PeerArray, PeerBuffers, PeerNeeds};
+use super::peer::{PeerArray, PeerBuffers, PeerNeeds, PeerTokens};
 
 type Stream = *mut c_void;
 
@@ -134,9 +134,10 @@ launchers! {
         out: *mut bf16, rows hidden: i32
     );
     moe_peer_combine_add_rms_norm(
-        peers: *const PeerBuffers, slots: *const CombineArgs, counts: *const u32, residual: *mut f32,
-        weight: *const bf16, eps: f32, out: *mut bf16
+        peers: *const PeerBuffers, slots: *const CombineArgs, counts: *const u32, needs: *const PeerNeeds,
+        residual: *mut f32, weight: *const bf16, eps: f32, out: *mut bf16
     );
+    moe_peer_dispatch(peers: *const PeerBuffers, tokens: *const PeerTokens);
     moe_peer_all_gather(
         peers: *const PeerBuffers, arrays: *const PeerArray, count: i32, needs: *const PeerNeeds
     );
@@ -243,5 +244,6 @@ unsafe extern "C" {
     ) -> i32;
     pub(crate) fn moe_peer_buffer_bytes(ranks: i32, capacity: usize) -> usize;
     pub(crate) fn moe_peer_combine_rows(ranks: i32, capacity: usize, hidden: i32) -> i64;
+    pub(crate) fn moe_peer_dispatch_rows(ranks: i32, capacity: usize, row_slots: u32, top_k: u32) -> i64;
     pub(crate) fn moe_any_group_slots_workspace(num_local: i32) -> i64;
 }

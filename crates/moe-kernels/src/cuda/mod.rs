@@ -57,7 +57,7 @@ pub use experts::{
 pub(crate) use fp8::quantise_rows_into;
 pub use graph::Graph;
 pub use memory::{PinnedWords, mapped_bytes, mapped_bytes_mut};
-pub use peer::{MAX_PEERS, PeerBuffers};
+pub use peer::{MAX_PEERS, OwnedRows, PeerBuffers};
 pub use ranks::{embed_part_into, fill_random_box_into, join_columns_into};
 pub use router::gate_route_into;
 pub use routing::balance_ids_into;

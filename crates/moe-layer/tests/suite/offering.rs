@@ -74,6 +74,11 @@ impl FusedCollectives for Offering {
         false
     }
 
+    fn dispatches(&self, counts: &[usize], top_k: usize, hidden: usize, _: DType) -> bool {
+        assert_eq!((counts.len(), top_k, hidden), (self.world_size(), 2, 16));
+        true
+    }
+
     fn combines(&self, counts: &[usize], top_k: usize, hidden: usize, _: DType) -> bool {
         assert_eq!((counts.len(), top_k, hidden), (self.world_size(), 2, 16));
         true
@@ -93,6 +98,15 @@ impl FusedCollectives for Offering {
                     }
                 }
                 if needs.is_some() { "gather of needed rows" } else { "gather" }
+            }
+            FusedCollective::Dispatch { rows, ids, weights, counts, owners } => {
+                let (input, mut all) = rows;
+                let (own_ids, mut all_ids) = ids;
+                self.plain.all_gather_v(input, counts, all.reborrow(), ex)?;
+                self.plain.all_gather_v(own_ids, counts, all_ids.reborrow(), ex)?;
+                self.plain.all_gather_v(weights.0, counts, weights.1, ex)?;
+                self.fill_unneeded(f32::NAN, &RowNeeds { ids: all_ids.as_view(), owners }, all, ex)?;
+                "dispatch of needed rows"
             }
             FusedCollective::ScatterSums { sums, counts, needs, out } => {
                 let mut own = Buffer::zeros(sums.dtype(), sums.dims())?;

@@ -3,17 +3,29 @@
 
 use candle_core::{DType, Result, bail};
 
-use super::{MAX_HIDDEN, MAX_PEERS, PeerBuffers, ffi, is_row};
-use crate::arguments::{expect, expect_dtype};
+use super::gather::{PeerNeeds, address, counts_of_all};
+use super::{MAX_HIDDEN, PeerBuffers, ffi, is_row};
+use crate::arguments::{expect, expect_dtype, expect_matrix};
 use crate::cuda::args::{CombineArgs, Dtype, Output};
 use crate::cuda::{aligned, small};
 use crate::dispatched::SlotRows;
 use crate::exec::Exec;
 use crate::monolithic::PreNorm;
-use crate::view::ViewMut;
+use crate::view::{View, ViewMut};
 
 /// The largest number of slots of a token: each lane of a warp checks one.
 const MAX_SLOTS: usize = 32;
+
+/// Which rows each rank owns, and which ranks have sums for them.
+#[derive(Clone, Copy, Debug)]
+pub struct OwnedRows<'a> {
+    /// The number of rows of each rank, the same on all ranks.
+    pub counts: &'a [usize],
+    /// The ids [sum(counts), K] u32 of all rows, K at most 32, and the rank \[P\] u32 that owns each expert, the same
+    /// on all ranks. If they are given, a rank that owns no expert of a row sends nothing for it, and its sum for that
+    /// row must be zero.
+    pub needs: Option<(View<'a>, View<'a>)>,
+}
 
 impl PeerBuffers {
     /// Whether [`combine_add_rms_norm_into`](Self::combine_add_rms_norm_into) takes K slots of H elements for these
@@ -37,7 +49,7 @@ impl PeerBuffers {
     pub fn combine_add_rms_norm_into(
         &self,
         slots: &SlotRows,
-        counts: &[usize],
+        OwnedRows { counts, needs }: OwnedRows,
         mut residual: ViewMut,
         norm: &PreNorm,
         mut out: ViewMut,
@@ -92,10 +104,18 @@ impl PeerBuffers {
             rows: Dtype::of(op, DType::F32)?,
             output: Output::stored_as(DType::F32),
         };
-        let mut rows = [0u32; MAX_PEERS];
-        for (to, count) in rows.iter_mut().zip(counts) {
-            *to = u32::try_from(*count).map_err(candle_core::Error::wrap)?;
-        }
+        let rows = counts_of_all(counts)?;
+        // The sums are rows of f32, in whole slots.
+        let needs = match needs {
+            Some((ids, owners)) if tokens > 0 => {
+                let (_, ids_of_row) = expect_matrix(op, "ids", &ids)?;
+                if ids_of_row > MAX_SLOTS {
+                    bail!("{op}: expected up to {MAX_SLOTS} ids of a row, got {ids_of_row}")
+                }
+                Some(PeerNeeds::new(op, &slots.rows, (ids, owners), cuda)?)
+            }
+            _ => None,
+        };
         let weight = cuda.read(op, "weight", norm.weight)?;
         let residual = cuda.write(op, "residual", &mut residual)?;
         let out = cuda.write(op, "out", &mut out)?;
@@ -105,6 +125,7 @@ impl PeerBuffers {
                 self,
                 &args,
                 rows.as_ptr(),
+                address(&needs),
                 residual,
                 weight,
                 norm.eps,

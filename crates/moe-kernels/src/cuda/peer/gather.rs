@@ -46,13 +46,13 @@ pub(crate) struct PeerNeeds {
 impl PeerNeeds {
     /// Which ranks need which of `rows` [T, ..]: from the ids [T, K] of their tokens, and the owners \[P\] of the
     /// experts.
-    fn new(op: &str, rows: &View, (ids, owners): (View, View), cuda: &CudaExec) -> Result<Self> {
+    pub(super) fn new(op: &str, rows: &View, (ids, owners): (View, View), cuda: &CudaExec) -> Result<Self> {
         let (t, top_k) = expect_matrix(op, "ids", &ids)?;
         expect_dtype(op, "ids", &ids, DType::U32)?;
         expect_dtype(op, "owners", &owners, DType::U32)?;
         let width: usize = rows.dims().iter().skip(1).product();
-        let row = slots(rows.dtype(), width).filter(|slots| *slots > 0 && !is_exact(rows.dtype()));
-        let (Some(row_slots), true) = (row, rows.dims().first() == Some(&t)) else {
+        let (Some(row_slots), true) = (row_slots(rows.dtype(), width), rows.dims().first() == Some(&t))
+        else {
             bail!("{op}: expected {t} rows of floats in whole slots, got dims {:?}", rows.dims())
         };
         let number = |n: usize| u32::try_from(n).map_err(candle_core::Error::wrap);
@@ -64,8 +64,22 @@ impl PeerNeeds {
     }
 }
 
+/// The slots of a row of floats; `None` if it does not fill whole slots.
+pub(super) fn row_slots(dtype: DType, width: usize) -> Option<u32> {
+    slots(dtype, width).filter(|slots| *slots > 0 && !is_exact(dtype))
+}
+
+/// The numbers of rows of each rank, followed by zeros, as launchers take them.
+pub(super) fn counts_of_all(counts: &[usize]) -> Result<[u32; MAX_PEERS]> {
+    let mut rows = [0u32; MAX_PEERS];
+    for (to, count) in rows.iter_mut().zip(counts) {
+        *to = u32::try_from(*count).map_err(candle_core::Error::wrap)?;
+    }
+    Ok(rows)
+}
+
 /// The address of a value; null if there is none.
-fn address<T>(value: &Option<T>) -> *const T {
+pub(super) fn address<T>(value: &Option<T>) -> *const T {
     value.as_ref().map_or(std::ptr::null(), |value| value)
 }
 

@@ -1,11 +1,12 @@
 //! Collectives over memory that the ranks of a host share. This file has the launches of `cuda/peer/all_reduce.cu`;
-//! `combine` and `share` have the launches of the files with the same names, and `gather` has the launches of
-//! `gather.cu` and `scatter.cu`.
+//! `combine`, `dispatch` and `share` have the launches of the files with the same names, and `gather` has the launches
+//! of `gather.cu` and `scatter.cu`.
 //!
 //! The caller (moe-comm's `PeerAllReduce`) allocates that memory, maps it and knows the other ranks. This module has
 //! the addresses, the checks and the launches.
 
 mod combine;
+mod dispatch;
 mod gather;
 mod share;
 
@@ -13,6 +14,8 @@ use std::time::Duration;
 
 use candle_core::{DType, Result, bail};
 
+pub use combine::OwnedRows;
+pub(crate) use dispatch::PeerTokens;
 pub(crate) use gather::{PeerArray, PeerNeeds};
 
 use super::args::Dtype;
