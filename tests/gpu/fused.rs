@@ -114,7 +114,7 @@ impl Step<'_> {
 }
 
 /// A form, the numbers of experts, K, H and I, and a number of tokens for which the plan chooses this form.
-type Case = (ExpertsForm, [usize; 4], usize);
+pub type Case = (ExpertsForm, [usize; 4], usize);
 
 /// The properties of a form: the bound of its relative error, whether a row's bits are the same among any other rows,
 /// and whether it reads lists of slots.
@@ -146,7 +146,8 @@ impl Promise {
     }
 }
 
-fn check(rng: &mut Rng, case: Case, packs: &Packs, ex: &Exec) {
+/// Compares a step by every kind of routing with the definition.
+pub fn check(rng: &mut Rng, case: Case, packs: &Packs, ex: &Exec) {
     let (form, [experts, top_k, hidden, _], tokens) = case;
     let is_quantised = packs.weights[0].quantisation().is_some();
     let mut p = Place::new(ex.clone());
@@ -311,34 +312,6 @@ fn quantised_experts_are_those_of_their_definition() {
         let packs = Packs::new(&mut rng, 12, [hidden, inter], Some(int(4, 64, true, true)));
         for tokens in small([1, 9, 70], 9, |tokens| *tokens) {
             check(&mut rng, (QuantAny, [12, 3, hidden, inter], tokens), &packs, &cuda());
-        }
-    }
-}
-
-/// Sizes of FP4 that are no multiples of 128, as those of gpt-oss (2,880).
-#[test]
-fn experts_in_fp4_of_any_multiple_of_64_are_those_of_their_definition() {
-    use ExpertsForm::{OneLaunch, Stream, Tensor, Wide};
-    let mut rng = Rng::new();
-    let forms: [(bool, ExpertsForm, usize, usize); 10] = [
-        (false, OneLaunch, 4, 1),
-        (false, OneLaunch, 3, 4),
-        (false, Stream, 9, 4),
-        (false, Tensor, 4, 5),
-        (false, Tensor, 4, 20),
-        (false, Tensor, 4, 30),
-        (false, Tensor, 4, 64),
-        (false, Tensor, 4, 160),
-        (true, Tensor, 4, 9),
-        (false, Wide, 4, 240),
-    ];
-    for [hidden, inter] in small([[64, 192], [320, 64], [2880, 192], [192, 2880]], 64, |size| size[0]) {
-        for scheme in fp4() {
-            let packs = Packs::new(&mut rng, 12, [hidden, inter], Some(scheme));
-            for (invariant, form, top_k, tokens) in small(forms, 9, |form| form.3) {
-                let case = (form, [12, top_k, hidden, inter], tokens);
-                check(&mut rng, case, &packs, &cuda().with_batch_invariant(invariant));
-            }
         }
     }
 }

@@ -8,6 +8,8 @@ mod batches;
 mod columns;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 mod fp4;
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+mod fp4_scales;
 mod matrix;
 mod ordered;
 mod packed;

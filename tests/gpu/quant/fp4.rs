@@ -1,13 +1,16 @@
-//! FP4 with scales at the ends of their range: zero and NaN, the smallest and the largest powers of two, and both in
-//! one row.
+//! FP4 with scales at the ends of their range (zero and NaN, the smallest and the largest powers of two, and both in
+//! one row), and experts with sizes that are no multiples of 128.
 
 use candle_core::DType;
 use moe_kernels::half::bf16;
 use moe_kernels::linear_into;
+use moe_kernels::plan::ExpertsForm;
 use moe_kernels::quant::QuantUse;
 
 use super::matrices::{Matrix, Source, fp4};
 use crate::common::*;
+use crate::fused::check;
+use crate::packs::Packs;
 
 const ROWS: usize = 64;
 const COLUMNS: usize = 320;
@@ -81,6 +84,34 @@ fn products_have_scales_at_the_ends_of_their_range() {
             let bound = 1e-5 * size + 4.0 * f64::from(f32::from_bits(1));
             let right = if want.is_nan() { got.is_nan() } else { (f64::from(*got) - want).abs() <= bound };
             assert!(right, "{rows} rows, {what}, output {i}: {want:e}, not {got:e}");
+        }
+    }
+}
+
+/// The sizes of gpt-oss are 2,880.
+#[test]
+fn experts_of_any_multiple_of_64_are_those_of_their_definition() {
+    use ExpertsForm::{OneLaunch, Stream, Tensor, Wide};
+    let mut rng = Rng::new();
+    let forms: [(bool, ExpertsForm, usize, usize); 10] = [
+        (false, OneLaunch, 4, 1),
+        (false, OneLaunch, 3, 4),
+        (false, Stream, 9, 4),
+        (false, Tensor, 4, 5),
+        (false, Tensor, 4, 20),
+        (false, Tensor, 4, 30),
+        (false, Tensor, 4, 64),
+        (false, Tensor, 4, 160),
+        (true, Tensor, 4, 9),
+        (false, Wide, 4, 240),
+    ];
+    for [hidden, inter] in small([[64, 192], [320, 64], [2880, 192], [192, 2880]], 64, |size| size[0]) {
+        for scheme in fp4() {
+            let packs = Packs::new(&mut rng, 12, [hidden, inter], Some(scheme));
+            for (invariant, form, top_k, tokens) in small(forms, 9, |form| form.3) {
+                let case = (form, [12, top_k, hidden, inter], tokens);
+                check(&mut rng, case, &packs, &cuda().with_batch_invariant(invariant));
+            }
         }
     }
 }

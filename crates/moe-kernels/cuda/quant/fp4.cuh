@@ -44,7 +44,10 @@ constexpr uint32_t kFp4Nan = 255;
 template <QuantFormat kFormat>
 __device__ __forceinline__ float fp4_scale(uint32_t byte, float factor) {
   if constexpr (kFormat == QuantFormat::kNvfp4) return __uint_as_float((byte << 20) + (117u << 23)) * factor;
-  else return byte == kFp4Nan ? __uint_as_float(0x7fffffffu) : ldexpf(factor, static_cast<int>(byte) - 254);
+  if (byte == kFp4Nan) return __uint_as_float(0x7fffffffu);
+  // Nearly every scale is this near to the largest one of its row.
+  if (byte >= 128) return __uint_as_float((byte - 127) << 23) * factor;
+  return ldexpf(factor, static_cast<int>(byte) - 254);
 }
 
 /// What the bits of weights are multiplied by, in both halves of a word: 2^126 / fp4_unit times scale / factor.

@@ -190,8 +190,8 @@ struct QuantStage {
     }
   }
 
-  /// The fragment of a k-step, before the wgmma_fence that must follow: exact q - zero or e4m3, or scaled weights,
-  /// which those of FP4 always are but for the factors of rows.
+  /// The fragment of a k-step, before the wgmma_fence that must follow: exact q - zero or e4m3, or scaled weights. With
+  /// FP4 it always has scaled weights, without the factors of rows.
   template <bool kScaled>
   static __device__ __forceinline__ void fragment(const Words& words, const Operands& o, int k, uint32_t (&a)[4]) {
     unpack<kFormat>(words + k * kWords, o.zero, a);

@@ -87,7 +87,8 @@ impl QuantWeights {
     }
 }
 
-/// The columns of FP4 that share a scale in the fast kernels: those of NVFP4, whose scales have two levels, or of MXFP4.
+/// The number of columns that share a scale, for which the fast kernels of FP4 are made: NVFP4's, whose scales have two
+/// levels, or MXFP4's.
 fn fp4_group(scheme: QuantScheme) -> usize {
     if scheme.levels == Levels::Fp8 { 16 } else { 32 }
 }

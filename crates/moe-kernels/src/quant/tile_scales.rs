@@ -6,7 +6,7 @@
 use candle_core::Result;
 use half::{bf16, f16};
 
-use super::fp4;
+use super::fp4_scales::push_scales;
 use super::tiles::TILE_ROWS;
 use crate::element::Float;
 use crate::scheme::{Codes, QuantScheme};
@@ -36,9 +36,9 @@ impl PackedScales {
         tiles_agree && blocks.remainder().is_empty() && rows_agree()
     }
 
-    /// Chooses the form of scales, of which a tile row has [`lines`](super::Tiles::scale_lines) of 16. Integers have the
-    /// shorter type that holds all scales, FP4 has bytes. FP8 has f32, with one scale for eight rows if these agree.
-    /// Also returns the number of scales of a tile row in a group.
+    /// Chooses the form of scales, of which a tile row has [`lines`](super::Tiles::scale_lines) of 16. Integers have
+    /// the shorter type that holds all scales, FP4 has bytes. FP8 has f32, with one scale for eight rows if these
+    /// agree. Also returns the number of scales of a tile row in a group.
     ///
     /// # Errors
     /// Scales that bytes do not hold.
@@ -46,7 +46,7 @@ impl PackedScales {
         if scheme.codes == Codes::E2m1 {
             let mut bytes = Vec::with_capacity(scales.len() + scales.len() / lines.max(1) * size_of::<f32>());
             for tile in scales.chunks_exact((lines * TILE_ROWS).max(1)) {
-                fp4::push_scales(scheme, tile, &mut bytes)?;
+                push_scales(scheme, tile, &mut bytes)?;
             }
             return Ok((Self::Fp4(bytes), TILE_ROWS));
         }

@@ -257,8 +257,8 @@ impl Tiles {
         scale.unwrap_or(0.0)
     }
 
-    /// A number with the sign of scale `i` of the rows that is zero, or NaN, where the scale is. A product of two levels
-    /// may be zero although none of them is.
+    /// A number with the sign of scale `i` of the rows. It is zero, or NaN, where the scale is. A product of two
+    /// levels may be zero although none of them is.
     fn sign_of_scale(&self, rows: &LogicalRows, i: usize) -> f32 {
         match self.scheme.levels {
             Levels::Fp8 => rows.scale_levels.factor.get(i).map_or(0.0, |factor| e4m3(*factor)),

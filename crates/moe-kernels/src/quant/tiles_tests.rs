@@ -63,8 +63,8 @@ impl Scattered {
         }
     }
 
-    /// The weight of column `column` in logical order, and the integers from which it is computed. A code of FP4 has the
-    /// sign of its scale, too, and is zero where the scale is.
+    /// The weight of column `column` in logical order, and the integers from which it is computed. A code of FP4 has
+    /// the sign of its scale, too, and is zero where the scale is.
     fn value(&self, row: usize, column: usize) -> (f32, u8, u8) {
         let group = column / self.scheme.group_size(self.k);
         let scale = self.scale(row, group);
