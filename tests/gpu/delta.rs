@@ -2,8 +2,8 @@
 
 use candle_core::{DType, Result};
 use moe_kernels::{
-    Buffer, CausalConv, DeltaHeads, GatedDelta, GatedRmsNorm, StateRows, causal_conv_into, gated_delta_into,
-    gated_rms_norm_into, sigmoid_gate_into,
+    Buffer, CausalConv, DeltaHeads, GatedDelta, GatedRmsNorm, StateArrays, StateRows, causal_conv_into,
+    copy_states_into, gated_delta_into, gated_rms_norm_into, sigmoid_gate_into,
 };
 
 use crate::common::*;
@@ -337,5 +337,36 @@ fn sigmoid_gates_agree() {
             };
             on_both(op, |c, g| assert_close("sigmoid_gate", &c[0], &g[0], 1e-6));
         }
+    }
+}
+
+/// One launch copies states of all layers; more arrays or copies than its parameters hold take several.
+#[test]
+fn copied_states_are_those_of_the_cpu() {
+    let mut rng = Rng::new();
+    for (arrays, copies, columns) in
+        [(1, 1, 1), (4, 3, 4096), (60, 1, 9_000), (97, 2, 12), (3, 98, 7), (2, 0, 8)]
+    {
+        // The arrays of a layer have rows of different sizes.
+        let dims = |array: usize, states: usize| [states, 1 + array % 3, columns];
+        let states = |rng: &mut Rng| -> Vec<Buffer> {
+            (0..arrays).map(|array| rng.floats(DType::F32, &dims(array, 100))).collect()
+        };
+        let before = states(&mut rng);
+        let kept = states(&mut rng);
+        let from = rng.permutation(100);
+        let to = rng.permutation(100);
+        let rows: Vec<[u32; 2]> =
+            from.into_iter().zip(to).map(|(from, to)| [from, to]).take(copies).collect();
+        let op = |p: &mut Place| {
+            let from: Vec<Placed> = kept.iter().map(|array| p.put(array)).collect();
+            let mut to: Vec<Placed> = before.iter().map(|array| p.put(array)).collect();
+            let all = from.iter().zip(&mut to);
+            let all = all.map(|(from, to)| StateArrays { from: from.view(), to: to.view_mut() }).collect();
+            copy_states_into(all, &rows, &p.ex)?;
+            Ok(to)
+        };
+        let what = format!("{arrays} arrays, {copies} copies of {columns}");
+        on_both(op, |c, g| c.iter().zip(g).for_each(|(c, g)| assert_same(&what, c, g)));
     }
 }

@@ -89,8 +89,10 @@ fn logits_do_not_depend_on_batch_and_chunks() {
 #[test]
 fn prompts_in_chunks_have_nearly_the_logits_of_rows() {
     let model = model(DType::BF16, false);
-    let prompts: Vec<Vec<u32>> =
-        [300, 64, 1, 129].iter().map(|&len| (0..len).map(|i| (i * 31 + i * i + len) % 1000).collect()).collect();
+    let prompts: Vec<Vec<u32>> = [300, 64, 1, 129]
+        .iter()
+        .map(|&len| (0..len).map(|i| (i * 31 + i * i + len) % 1000).collect())
+        .collect();
     let logits = |chunk, mut ex: Exec| {
         let schedule = Schedule { chunk, block_size: 16, together: true };
         all_logits(&model, &prompts, schedule, &mut ex).unwrap().concat()

@@ -162,7 +162,7 @@ fn a_freed_state_reaches_no_other_sequence_and_a_saved_one_does() -> Result<()> 
         assert!(error.contains("has state 2, expected one below 2"), "{error}");
         let beyond = [StateCopy { state: 1, saved: 2 }];
         let error = Rows { saves: &beyond, ..all }.logits(&model, &mut kv).unwrap_err().to_string();
-        assert!(error.contains("copying recurrent state 1 to 2: the cache has fewer"), "{error}");
+        assert!(error.contains("copy_states: row 1 to 2, but the arrays have"), "{error}");
     }
     Ok(())
 }

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use candle_core::{Device, Result, bail};
 use rayon::prelude::*;
 
-use moe_kernels::Exec;
+use moe_kernels::{Exec, copy_states_into};
 
 pub use self::layer::{KvLayer, LayerCache, RecurrentLayer};
 pub use self::layout::{CacheSizes, KvLayout, LayerState, LayerStates, StateCopy, StateLayout};
@@ -103,7 +103,8 @@ impl KvCache {
     /// # Errors
     /// A state that the cache has no room for; a cache on another device than `ex`.
     pub fn save(&mut self, copies: &[StateCopy], ex: &Exec) -> Result<()> {
-        self.copy(copies, RecurrentLayer::save, ex)
+        let rows: Vec<[u32; 2]> = copies.iter().map(|copy| [copy.state, copy.saved]).collect();
+        copy_states_into(self.recurrent().flat_map(RecurrentLayer::saves).collect(), &rows, ex)
     }
 
     /// Copies saved recurrent states to where the next step reads them.
@@ -111,27 +112,15 @@ impl KvCache {
     /// # Errors
     /// The errors of [`Self::save`].
     pub fn restore(&mut self, copies: &[StateCopy], ex: &Exec) -> Result<()> {
-        self.copy(copies, RecurrentLayer::restore, ex)
+        let rows: Vec<[u32; 2]> = copies.iter().map(|copy| [copy.saved, copy.state]).collect();
+        copy_states_into(self.recurrent().flat_map(RecurrentLayer::restores).collect(), &rows, ex)
     }
 
-    fn copy(
-        &mut self,
-        copies: &[StateCopy],
-        copy: fn(&mut RecurrentLayer, &StateCopy, &Exec) -> Result<()>,
-        ex: &Exec,
-    ) -> Result<()> {
-        if copies.is_empty() {
-            return Ok(());
-        }
-        let copy_layer = |layer: &mut LayerCache| match layer {
-            LayerCache::Recurrent(states) => copies.iter().try_for_each(|c| copy(states, c, ex)),
-            LayerCache::Paged(_) => Ok(()),
-        };
-        let layers = &mut self.layers;
-        match ex.is_cuda() {
-            true => layers.iter_mut().try_for_each(copy_layer),
-            false => ex.install(|| layers.par_iter_mut().try_for_each(copy_layer)),
-        }
+    fn recurrent(&mut self) -> impl Iterator<Item = &mut RecurrentLayer> {
+        self.layers.iter_mut().filter_map(|layer| match layer {
+            LayerCache::Recurrent(states) => Some(states),
+            LayerCache::Paged(_) => None,
+        })
     }
 
     /// What one layer keeps.

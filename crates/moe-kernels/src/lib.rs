@@ -55,16 +55,17 @@ pub use memory::HugePages;
 pub use monolithic::{Gate, GateGroups, PreNorm, SublayerIo};
 pub use operands::{
     AttentionMeta, CausalConv, DeltaHeads, ExpertGroups, GatedDelta, GatedRmsNorm, HeadsNorm, MlaLatent,
-    MlaPrompt, MlaQuery, MlaRows, QkNormRope, QkvHeads, StateRows, StepRows,
+    MlaPrompt, MlaQuery, MlaRows, QkNormRope, QkvHeads, StateArrays, StateRows, StepRows,
 };
 pub use ops::{
-    ATTENTION_BLOCK, Segment, add_into, add_rms_norm_into, add_scaled_into, causal_conv_into, embedding_into,
-    gated_activation_into, gated_delta_into, gated_rms_norm_into, gated_rows_into, grouped_down_into,
-    grouped_down_segment_into, grouped_gate_up_into, head_squares_into, heads_norm_into, linear_add_into,
-    linear_into, linear_row_parallel_into, linear_segment_into, mla_attention_into, mla_cache_into,
-    mla_latent_into, mla_prompt_into, mla_query_into, mla_rows_into, mla_value_into, norm_linear_into,
-    one_group_into, paged_attention_into, qk_norm_rope_cache_into, rms_norm_into, rope_attention_into,
-    row_parallel_segments, sigmoid_gate_into, sigmoid_into, softmax_into, weighted_sum_into,
+    ATTENTION_BLOCK, Segment, add_into, add_rms_norm_into, add_scaled_into, causal_conv_into,
+    copy_states_into, embedding_into, gated_activation_into, gated_delta_into, gated_rms_norm_into,
+    gated_rows_into, grouped_down_into, grouped_down_segment_into, grouped_gate_up_into, head_squares_into,
+    heads_norm_into, linear_add_into, linear_into, linear_row_parallel_into, linear_segment_into,
+    mla_attention_into, mla_cache_into, mla_latent_into, mla_prompt_into, mla_query_into, mla_rows_into,
+    mla_value_into, norm_linear_into, one_group_into, paged_attention_into, qk_norm_rope_cache_into,
+    rms_norm_into, rope_attention_into, row_parallel_segments, sigmoid_gate_into, sigmoid_into, softmax_into,
+    weighted_sum_into,
 };
 pub use philox::Philox4x32;
 pub use plan::{check_kernel_image, is_portable_only};

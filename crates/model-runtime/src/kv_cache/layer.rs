@@ -1,9 +1,9 @@
 //! The memory in which one layer keeps its states of all sequences.
 
 use candle_core::{DType, Device, Result, bail};
-use moe_kernels::{Buffer, Exec, View, ViewMut, with_float};
+use moe_kernels::{Buffer, StateArrays, View, ViewMut, with_float};
 
-use super::layout::{CacheSizes, LayerState, StateCopy, StateLayout};
+use super::layout::{CacheSizes, LayerState, StateLayout};
 
 /// Keys and values of one layer, [num_blocks, Hkv, block_size, D] each (values with their own
 /// number of dimensions), in the model dtype.
@@ -52,20 +52,13 @@ impl States {
         })
     }
 
-    /// Copies state `from` of `other` to the place of state `to`, on a device in stream order.
-    fn copy(&mut self, to: u32, other: &Self, from: u32, ex: &Exec) -> Result<()> {
-        copy_row(&mut self.conv, to, &other.conv, from, ex)?;
-        copy_row(&mut self.delta, to, &other.delta, from, ex)
+    /// The arrays of `other`, each with the one here that gets some of its states.
+    fn copies_of<'a>(&'a mut self, other: &'a Self) -> [StateArrays<'a>; 2] {
+        [
+            StateArrays { from: other.conv.view(), to: self.conv.view_mut() },
+            StateArrays { from: other.delta.view(), to: self.delta.view_mut() },
+        ]
     }
-}
-
-fn copy_row(to: &mut Buffer, to_row: u32, from: &Buffer, from_row: u32, ex: &Exec) -> Result<()> {
-    let states = |buffer: &Buffer| buffer.dims().first().map_or(0, |&states| states as u64);
-    if u64::from(to_row) >= states(to) || u64::from(from_row) >= states(from) {
-        bail!("copying recurrent state {from_row} to {to_row}: the cache has fewer")
-    }
-    let to = to.view_mut().narrow(to_row as usize, 1)?;
-    ex.copy(from.view().narrow(from_row as usize, 1)?, to)
 }
 
 impl RecurrentLayer {
@@ -89,12 +82,16 @@ impl RecurrentLayer {
         self.saved.delta.view_mut()
     }
 
-    pub(super) fn save(&mut self, copy: &StateCopy, ex: &Exec) -> Result<()> {
-        self.saved.copy(copy.saved, &self.states, copy.state, ex)
+    /// The arrays from which states are saved, each with the one where they are saved.
+    pub(super) fn saves(&mut self) -> [StateArrays<'_>; 2] {
+        let Self { states, saved } = self;
+        saved.copies_of(states)
     }
 
-    pub(super) fn restore(&mut self, copy: &StateCopy, ex: &Exec) -> Result<()> {
-        self.states.copy(copy.state, &self.saved, copy.saved, ex)
+    /// The same the other way round.
+    pub(super) fn restores(&mut self) -> [StateArrays<'_>; 2] {
+        let Self { states, saved } = self;
+        states.copies_of(saved)
     }
 }
 

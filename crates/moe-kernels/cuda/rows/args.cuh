@@ -18,6 +18,14 @@ struct RopeRowsArgs {
   int rows;
 };
 
+/// Copies of some rows of several arrays, all of them in host memory but the arrays.
+struct CopyStatesArgs {
+  const uint64_t* list;  // [arrays, 3]: the address of an array, of the one that gets its rows, and the bytes of a row
+  const uint32_t* rows;  // [copies, 2]: a row, and its place
+  int arrays, copies;
+};
+
 }  // namespace moe
 
 extern "C" int moe_rope_rows(const moe::RopeRowsArgs* args, void* stream);
+extern "C" int moe_copy_states(const moe::CopyStatesArgs* args, void* stream);

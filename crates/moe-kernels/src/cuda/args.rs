@@ -205,6 +205,9 @@ arguments! {
         positions rope_len inv_freq: In, half: i32, attention_factor theta factor max_len: f32,
         cos sin: Out, rows: i32,
     }
+    CopyStatesArgs {
+        list rows: In, arrays copies: i32,
+    }
     CausalConvArgs {
         projected weight query_start_loc positions numbers: In, states out: Out,
         tokens sequences num_states stride channels width: i32,

@@ -92,6 +92,7 @@ launchers! {
         rows hidden: i32
     );
     moe_rope_rows(args: *const RopeRowsArgs);
+    moe_copy_states(args: *const CopyStatesArgs);
     moe_copy_words(from: *const u32, to: *mut u32, words: usize);
     moe_upload_step(
         from: *const u32, to: *mut u32, words: usize, sampled: *const u32, ids source rows: usize,

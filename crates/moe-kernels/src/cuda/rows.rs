@@ -3,8 +3,10 @@
 
 use candle_core::{DType, Result};
 
+use super::args::CopyStatesArgs;
 use super::{aligned, any, ffi, small};
 use crate::exec::Exec;
+use crate::operands::StateArrays;
 use crate::view::{View, ViewMut};
 
 /// Number of values that a thread of the row-wise kernels processes at a time.
@@ -82,4 +84,26 @@ pub(crate) fn add_rms_norm(
     let h = small(op, h)?;
     // SAFETY: the op has checked dims and dtypes, and `fits` the launcher's conditions.
     cuda.check(op, unsafe { ffi::moe_add_rms_norm(delta, residual, weight, eps, out, rows, h, cuda.raw()?) })
+}
+
+pub(crate) fn copy_states(arrays: Vec<StateArrays>, rows: &[[u32; 2]], ex: &Exec) -> Result<()> {
+    let op = "copy_states";
+    let cuda = ex.cuda("copy_states")?;
+    let mut list: Vec<u64> = Vec::with_capacity(3 * arrays.len());
+    for StateArrays { from, mut to } in arrays {
+        let elements: usize = from.dims()[1..].iter().product();
+        let bytes = elements * from.dtype().size_in_bytes();
+        let from: *const u8 = cuda.read(op, "an array", from)?;
+        let to: *mut u8 = cuda.write(op, "an array", &mut to)?;
+        list.extend([from as u64, to as u64, bytes as u64]);
+    }
+    let raw = CopyStatesArgs {
+        list: list.as_ptr().cast(),
+        rows: rows.as_ptr().cast(),
+        arrays: small(op, list.len() / 3)?,
+        copies: small(op, rows.len())?,
+    };
+    // SAFETY: the op has checked that every row is inside of its array. The launcher reads both lists before it
+    // returns.
+    cuda.check(op, unsafe { ffi::moe_copy_states(&raw, cuda.raw()?) })
 }

@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 
-use crate::view::View;
+use crate::view::{View, ViewMut};
 
 /// The heads of a layer, and where they are in a row of its input product.
 ///
@@ -107,4 +107,14 @@ pub struct GatedRmsNorm<'a> {
     pub weight: View<'a>,
     /// Epsilon of the norm.
     pub eps: f32,
+}
+
+/// States of a kind in a layer, and the array that gets some of them: both of one dtype. Arguments of
+/// [`copy_states_into`](crate::copy_states_into).
+#[derive(Debug)]
+pub struct StateArrays<'a> {
+    /// [N, D..].
+    pub from: View<'a>,
+    /// [M, D..].
+    pub to: ViewMut<'a>,
 }

@@ -7,7 +7,7 @@ mod heads_norm;
 mod mla;
 
 pub use attention::{AttentionMeta, QkNormRope, StepRows};
-pub use delta::{CausalConv, DeltaHeads, GatedDelta, GatedRmsNorm, StateRows};
+pub use delta::{CausalConv, DeltaHeads, GatedDelta, GatedRmsNorm, StateArrays, StateRows};
 pub use experts::ExpertGroups;
 pub use heads_norm::{HeadsNorm, QkvHeads};
 pub use mla::{MlaLatent, MlaPrompt, MlaQuery, MlaRows};

@@ -6,6 +6,7 @@
 mod activation;
 mod attention;
 mod combine;
+mod copy_states;
 mod delta;
 mod elementwise;
 mod experts;
@@ -24,6 +25,7 @@ pub use crate::cpu::attention::ATTENTION_BLOCK;
 pub use activation::{gated_activation_into, gated_rows_into, sigmoid_gate_into};
 pub use attention::paged_attention_into;
 pub use combine::weighted_sum_into;
+pub use copy_states::copy_states_into;
 pub use delta::{causal_conv_into, gated_delta_into, gated_rms_norm_into};
 pub use elementwise::{add_into, add_rms_norm_into, embedding_into, rms_norm_into, softmax_into};
 pub use experts::{grouped_down_into, grouped_gate_up_into};

@@ -3,8 +3,8 @@
 use candle_core::{DType, Result};
 use half::bf16;
 use moe_kernels::{
-    CausalConv, CpuIsa, DeltaHeads, Exec, Float, GatedDelta, GatedRmsNorm, StateRows, View, ViewMut,
-    causal_conv_into, gated_delta_into, gated_rms_norm_into,
+    CausalConv, CpuIsa, DeltaHeads, Exec, Float, GatedDelta, GatedRmsNorm, StateArrays, StateRows, View,
+    ViewMut, causal_conv_into, copy_states_into, gated_delta_into, gated_rms_norm_into,
 };
 
 use crate::common::{bits, data, exec, isas, view, wide};
@@ -281,4 +281,37 @@ fn states_that_are_shared_or_missing_are_refused() {
     let out = ViewMut::new(&mut out, &[1, HEADS.value_width()]).unwrap();
     let e = gated_rms_norm_into(&args, out, &mut Exec::cpu()).unwrap_err().to_string();
     assert!(e.contains("expected projected with dims"), "{e}");
+}
+
+#[test]
+fn states_of_all_arrays_are_copied_to_their_places() -> Result<()> {
+    let ex = Exec::cpu();
+    let wide: Vec<f32> = (0..12).map(|x| x as f32).collect();
+    let narrow = [70f32, 71.0, 72.0];
+    let mut to_wide = [9f32; 8];
+    let mut to_narrow = [9f32; 2];
+    let mut copy = |rows: &[[u32; 2]], row: &[usize]| {
+        let arrays = vec![
+            StateArrays {
+                from: view(&wide, &[3, 2, 2]),
+                to: ViewMut::new(&mut to_wide, &[2, row[0], row[1]])?,
+            },
+            StateArrays { from: view(&narrow, &[3, 1]), to: ViewMut::new(&mut to_narrow, &[2, 1])? },
+        ];
+        copy_states_into(arrays, rows, &ex)
+    };
+    copy(&[[2, 0]], &[2, 2])?;
+    copy(&[], &[2, 2])?;
+    for outside in [[3, 0], [0, 2], [u32::MAX, 0]] {
+        let error = copy(&[outside], &[2, 2]).unwrap_err().to_string();
+        assert!(error.contains("but the arrays have 3 and 2"), "{error}");
+    }
+    let error = copy(&[[0, 0]], &[4, 1]).unwrap_err().to_string();
+    assert!(
+        error.contains("expected arrays of the same rows, got [3, 2, 2] of f32 and [2, 4, 1]"),
+        "{error}"
+    );
+    assert_eq!(to_wide, [8.0, 9.0, 10.0, 11.0, 9.0, 9.0, 9.0, 9.0]);
+    assert_eq!(to_narrow, [72.0, 9.0]);
+    Ok(())
 }
