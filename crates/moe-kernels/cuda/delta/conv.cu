@@ -140,6 +140,7 @@ __device__ __forceinline__ void later_rows(const CausalConvArgs& a, int first, i
 /// Blocks of the first kind, then blocks of the second. `parts`: blocks that share the channels.
 template <int kWidth, int kVec>
 __global__ void __launch_bounds__(kThreads) causal_conv(const CausalConvArgs a, int parts, int firsts) {
+  pdl_launch_dependents();
   pdl_wait();
   const int block = blockIdx.x / parts;
   const int channel = (static_cast<int>(blockIdx.x % parts) * kThreads + static_cast<int>(threadIdx.x)) * kVec;

@@ -11,6 +11,7 @@ constexpr int kWarps = kAnyThreads / 32;
 
 template <class T>
 __global__ void __launch_bounds__(kAnyThreads) gated_norm(const GatedNormArgs a) {
+  pdl_launch_dependents();
   pdl_wait();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (at >= static_cast<int64_t>(a.rows) * a.heads) return;

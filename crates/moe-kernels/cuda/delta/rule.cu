@@ -6,6 +6,9 @@
 // these columns. Two lanes hold the 8 columns (32 bytes, a sector) of a row of the state, and 16 such pairs share the
 // Dk rows. So sums over Dk are sums over a warp, and warps never wait for each other's sums.
 //
+// The state is loaded while the launch ahead, the convolution, still runs: a step changes the state of a layer once, so
+// it was there before the step (rows/elementwise.cu says why such data may be read).
+//
 // q, k, v and the gates of the next rows are on their way to shared memory while a row is computed. q and k enter the
 // sums as they are. Their lengths are computed at the same time, and divide the sums.
 //
@@ -160,15 +163,18 @@ struct State {
 template <bool kVectors, int kRows>
 __global__ void __launch_bounds__(kThreads) gated_delta(const GatedDeltaArgs a, int most, int parts, unsigned blocks) {
   __shared__ Stage<kRows> ring[kStages];
-  pdl_wait();
+  pdl_launch_dependents();
   const DeltaSizes sizes(a);
+  // The blocks of padding always wait, so this launch does not end before the one ahead.
   if (blockIdx.x >= blocks) {
+    pdl_wait();
     zero_padding(a, sizes.value_width, blockIdx.x - blocks);
     return;
   }
   const DeltaBlock at = DeltaBlock::numbered(a, blockIdx.x, parts, kColumns);
   if (at.begin >= at.end) return;
   if (!at.has_state) {
+    pdl_wait();
     zero_rows(a, at, sizes.value_width, kColumns);
     return;
   }
@@ -177,11 +183,6 @@ __global__ void __launch_bounds__(kThreads) gated_delta(const GatedDeltaArgs a, 
   float* const words = reinterpret_cast<float*>(ring);
   for (int i = threadIdx.x; i < static_cast<int>(sizeof(ring) / sizeof(float)); i += kThreads) words[i] = 0.f;
   __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) {
-    if (at.begin + i < at.end) fetch<kVectors>(ring[i], a, at.row(a, sizes, at.begin + i), at.column);
-    cp_async_commit();
-  }
   const int lane = threadIdx.x % 32, group = lane / kLanes;
   const int own = (threadIdx.x / 32 * kLanes + lane % kLanes) * kVec;  // this lane's first column in the block
   const int columns = min(kVec, a.value_dim - at.column - own);
@@ -191,6 +192,12 @@ __global__ void __launch_bounds__(kThreads) gated_delta(const GatedDeltaArgs a, 
   if (at.is_empty) state.clear();
   else state.load(place, a.value_dim, rows, columns);
   const DeltaGates gates(a, at.head);
+  pdl_wait();
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) {
+    if (at.begin + i < at.end) fetch<kVectors>(ring[i], a, at.row(a, sizes, at.begin + i), at.column);
+    cp_async_commit();
+  }
   const float scale = 1.f / sqrtf(static_cast<float>(a.key_dim));
   float* out = a.out + static_cast<size_t>(at.begin) * sizes.value_width + at.head * a.value_dim + at.column + own;
   int slot = 0;
