@@ -32,7 +32,7 @@ const FOREIGN: [(&[u8], &str); 9] = [
     (b"PK\x03\x04", "a zip archive; unpack it"),
     (b"\xfd7zXZ\0", "compressed by xz, which is not read: unpack it, or compress it by gzip or zstd"),
     (b"BZh91AY&SY", "compressed by bzip2, which is not read: unpack it, or compress it by gzip or zstd"),
-    (b"PAR1", "a Parquet file; write its rows as JSON lines"),
+    (b"PAR1", "a Parquet file, which must be a file of its own: it cannot be read from a stream"),
     (b"SQLite format 3\0", "a SQLite database; write its rows as JSON lines"),
 ];
 

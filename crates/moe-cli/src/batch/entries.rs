@@ -11,10 +11,11 @@ use serde_json::{Map, Value, json};
 use super::exact;
 use super::fields::{ApiError, Fields, short};
 use super::fingerprint::{Fingerprint, request_text};
-use super::input::{Line, Lines, MAX_LINE};
+use super::input::{Line, MAX_LINE};
 use super::job::Job;
 use super::known::{Answered, Known, line_id, name, request_id};
 use super::parser::Parser;
+use super::source::LineIter;
 use crate::error::usage;
 
 /// Identifies a record.
@@ -81,7 +82,7 @@ pub struct Entries {
     /// What its lines are.
     pub format: Format,
     /// Its lines.
-    pub lines: Lines,
+    pub lines: LineIter,
     /// The lines that are already answered.
     pub known: Known,
     /// What turns bodies into requests.

@@ -57,6 +57,13 @@ impl Total {
         total
     }
 
+    /// A known number.
+    pub fn of(lines: u64) -> Self {
+        let total = Self::default();
+        total.is(lines);
+        total
+    }
+
     /// Sets the number.
     pub fn is(&self, lines: u64) {
         // Only the first value is kept.

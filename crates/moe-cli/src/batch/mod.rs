@@ -6,7 +6,8 @@
 //! ```
 //!
 //! Only the window and the engine's requests are in memory. A record is written as soon as its line is answered, in any
-//! order. A rerun reads the output first and answers the remaining lines.
+//! order. A rerun reads the output first and answers the remaining lines. With the feature `parquet` a table can be the
+//! input, whose rows become lines, and the output, which is made of the records when all are there.
 
 mod answer;
 mod api;
@@ -36,7 +37,14 @@ mod replace;
 mod running;
 mod served;
 mod settings;
+mod source;
 mod structured;
+#[cfg(feature = "parquet")]
+mod tables;
+#[cfg(not(feature = "parquet"))]
+#[path = "no_tables.rs"]
+mod tables;
+mod target;
 #[cfg(test)]
 mod tests;
 mod tools;
@@ -66,7 +74,6 @@ use crate::session;
 
 use compiling::read_ahead;
 use entries::{Entries, Format};
-use input::Lines;
 use journal::{Earlier, Journal};
 use known::Known;
 use metrics::Metrics;
@@ -75,6 +82,8 @@ use prices::Prices;
 use running::Batch;
 use served::Served;
 use settings::Settings;
+use source::Input;
+use target::Target;
 use window::Window;
 
 pub(crate) use fields::short;
@@ -91,10 +100,11 @@ const SOME_FAILED: u8 = 3;
 
 /// Runs the command.
 pub fn run(program: &Program, args: &BatchArgs) -> Result<ExitCode> {
-    let format = format(args)?;
-    let (lines, guess) = Lines::open(&args.input)?;
-    let mut known = Known::with_lines(guess.unwrap_or(0));
-    let mut journal = Journal::open(&args.output, &args.input, earlier(args), &mut known)?;
+    let input = Input::open(&args.input, args.chat)?;
+    let format = format(args, input.rows.is_some())?;
+    let mut known = Known::with_lines(input.rows.or(input.guess).unwrap_or(0));
+    let target = Target::of(&args.output, &args.input)?;
+    let mut journal = Journal::open(&target.journal, &args.input, earlier(args), &mut known)?;
     let metrics = Metrics::open(args)?;
     let interrupt = Interrupt::install()?;
     let model = Model::Checkpoint(args.answer.model.as_deref());
@@ -114,11 +124,12 @@ pub fn run(program: &Program, args: &BatchArgs) -> Result<ExitCode> {
     if journal.records > 0 {
         info!("{} holds {} records; what they answer is skipped", args.output.display(), journal.records);
     }
-    let mut progress = Progress::new(Total::count(&args.input), args.progress_interval);
+    let total = input.rows.map_or_else(|| Total::count(&args.input), Total::of);
+    let mut progress = Progress::new(total, args.progress_interval);
     progress.prices = Prices { input: args.price_input, output: args.price_output };
     let program = this_program().context("cannot find this program, which compiles grammars")?;
     let compilers = (0..COMPILERS).filter_map(|_| engine.precompiler(program.clone())).collect();
-    let entries = read_ahead(Entries { format, lines, known, parser }, compilers)?;
+    let entries = read_ahead(Entries { format, lines: input.lines, known, parser }, compilers)?;
     let dp = args.answer.run.parallel.dp;
     let window = window(&config, dp);
     let step_tokens = config.max_num_batched_tokens.saturating_mul(dp);
@@ -146,9 +157,10 @@ pub fn run(program: &Program, args: &BatchArgs) -> Result<ExitCode> {
     drop(batch.engine);
     session.finish()?;
     if !finished {
-        note(format_args!("stopped; {how_to_continue}"));
+        note(format_args!("stopped; {how_to_continue}{}", target.unfinished()));
         return Ok(ExitCode::from(Interrupt::EXIT_CODE));
     }
+    target.finish()?;
     if !has_answers {
         note_error("no line has an answer: every record of the output is an error");
         return Ok(ExitCode::FAILURE);
@@ -163,12 +175,14 @@ fn window(config: &EngineConfig, dp: usize) -> Window {
     Window::new(capacity, groups.then_some(config.block_size))
 }
 
-fn format(args: &BatchArgs) -> Result<Format> {
+fn format(args: &BatchArgs, is_table: bool) -> Result<Format> {
     match (args.input_format, args.chat) {
+        (InputFormat::Jsonl, _) if is_table => Ok(Format::Request),
+        (_, _) if is_table => Err(usage("--input-format text is for lines, and the input is a Parquet file")),
         (InputFormat::Jsonl, false) => Ok(Format::Request),
-        (InputFormat::Jsonl, true) => {
-            Err(usage("--chat is for --input-format text: the url of a JSON line says what it asks for"))
-        }
+        (InputFormat::Jsonl, true) => Err(usage(
+            "--chat is for --input-format text and for Parquet files: the url of a JSON line says what it asks for",
+        )),
         (InputFormat::Text, false) => Ok(Format::Prompt),
         (InputFormat::Text, true) => Ok(Format::Question),
     }

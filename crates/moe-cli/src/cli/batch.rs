@@ -22,16 +22,18 @@ pub enum InputFormat {
 #[derive(Args, Debug, Clone)]
 pub struct BatchArgs {
     /// Requests, one JSON object per line: custom_id, method, url, body; perhaps in gzip or zstd; - reads stdin.
+    /// Or a Parquet file, in a program that was built with the feature parquet.
     #[arg(short, long, visible_alias = "input-file", value_name = "FILE")]
     pub input: PathBuf,
     /// jsonl: each line is a request. text: each line that is not empty is a prompt, and its custom_id is line-N.
     #[arg(long, value_name = "FORMAT", default_value = "jsonl")]
     pub input_format: InputFormat,
-    /// Lines of text are questions to an instruct model: they go through its chat template.
+    /// Lines of text, or the prompts of a Parquet file, are questions to an instruct model: they go through its chat
+    /// template.
     #[arg(long, help_heading = "Chat")]
     pub chat: bool,
     /// Answers are appended here as they finish, and lines that it answers already are skipped;
-    /// - writes to stdout.
+    /// - writes to stdout. NAME.parquet is written at the end, from NAME.parquet.jsonl.
     #[arg(short, long, visible_alias = "output-file", value_name = "FILE")]
     pub output: PathBuf,
     /// Answer lines again whose record in the output is an error; the old record is taken out.

@@ -1,6 +1,7 @@
 //! Events that may happen during a run: kills, a full disk, Ctrl-C.
 
 use std::fs;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -72,10 +73,23 @@ fn a_named_pipe_is_an_input() {
     assert_eq!(folder.records().len(), 1);
 }
 
-/// After ten kills at random moments nothing is lost, duplicated or changed.
+/// 200 lines, some of them wrong.
+pub fn two_hundred_lines() -> Vec<Value> {
+    let line = |i: usize| {
+        let prompt = format!("Line {i}: ");
+        let body = json!({"prompt": prompt, "max_tokens": 1 + i % 24, "n": 1 + i % 2, "ignore_eos": true});
+        completion(&format!("request {i}"), body)
+    };
+    let mut lines: Vec<Value> = (0..200).map(line).collect();
+    lines[20] = completion("bad", json!({"prompt": "x", "temperature": "hot"}));
+    lines[40] = lines[39].clone(); // a repeated custom_id
+    lines
+}
+
+/// Kills ten runs at random moments, and cuts the last lines of some. `journal` is the file to which they append, which
+/// has `whole` bytes in the end.
 #[cfg(unix)]
-#[test]
-fn killed_runs_continue() {
+pub fn kill_ten_runs(run: impl Fn() -> Command, journal: &Path, whole: u64) {
     let seed = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_nanos() as u64;
     println!("seed {seed}");
     let mut state = seed;
@@ -83,14 +97,34 @@ fn killed_runs_continue() {
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         (state >> 33) % bound
     };
-    let mut lines: Vec<Value> = (0..200)
-        .map(|i| {
-            let body = json!({"prompt": format!("Line {i}: "), "max_tokens": 1 + i % 24, "n": 1 + i % 2, "ignore_eos": true});
-            completion(&format!("request {i}"), body)
-        })
-        .collect();
-    lines[20] = completion("bad", json!({"prompt": "x", "temperature": "hot"}));
-    lines[40] = lines[39].clone(); // a repeated custom_id
+    let size = || fs::metadata(journal).map_or(0, |metadata| metadata.len());
+    let mut while_running = 0;
+    for kill in 1..=10 {
+        // The kill happens in the next eighth of the work, whatever the speed of the machine.
+        let until = size() + random(whole / 8);
+        let mut run = run().stderr(Stdio::null()).spawn().unwrap();
+        while size() < until && run.try_wait().unwrap().is_none() {
+            std::thread::sleep(Duration::from_micros(random(1000)));
+        }
+        while_running += u32::from(run.try_wait().unwrap().is_none());
+        run.kill().unwrap(); // SIGKILL
+        run.wait().unwrap();
+        let written = fs::read(journal).unwrap_or_default();
+        println!("kill {kill}: {} bytes are written", written.len());
+        if written.ends_with(b"\n") && random(2) == 0 {
+            // A kill rarely cuts a line, so the test cuts one itself.
+            let cut = written.len() - 1 - random(20) as usize;
+            fs::write(journal, &written[..cut]).unwrap();
+        }
+    }
+    assert!(while_running >= 3, "only {while_running} kills met a running program");
+}
+
+/// After ten kills at random moments nothing is lost, duplicated or changed.
+#[cfg(unix)]
+#[test]
+fn killed_runs_continue() {
+    let mut lines = two_hundred_lines();
     lines[60] = json!("no request");
     let undisturbed = Folder::new(&lines);
     let flags = ["--max-num-seqs", "8"];
@@ -99,30 +133,13 @@ fn killed_runs_continue() {
     assert_eq!(want.len(), 200);
 
     let disturbed = Folder::new(&lines);
-    let size = |folder: &Folder| fs::metadata(folder.path("out.jsonl")).map_or(0, |metadata| metadata.len());
-    let whole = size(&undisturbed);
-    let mut while_running = 0;
-    for kill in 1..=10 {
-        let before = size(&disturbed);
-        let mut run = disturbed.command("in.jsonl", "out.jsonl");
-        let mut run = run.args(flags).stderr(Stdio::null()).spawn().unwrap();
-        // The kill happens in the next eighth of the work, whatever the speed of the machine.
-        let until = before + random(whole / 8);
-        while size(&disturbed) < until && run.try_wait().unwrap().is_none() {
-            std::thread::sleep(Duration::from_micros(random(1000)));
-        }
-        while_running += u32::from(run.try_wait().unwrap().is_none());
-        run.kill().unwrap(); // SIGKILL
-        run.wait().unwrap();
-        let written = fs::read(disturbed.path("out.jsonl")).unwrap_or_default();
-        println!("kill {kill}: {} bytes are written", written.len());
-        if written.ends_with(b"\n") && random(2) == 0 {
-            // A kill rarely cuts a line, so the test cuts one itself.
-            let cut = written.len() - 1 - random(20) as usize;
-            fs::write(disturbed.path("out.jsonl"), &written[..cut]).unwrap();
-        }
-    }
-    assert!(while_running >= 3, "only {while_running} kills met a running program");
+    let run = || {
+        let mut command = disturbed.command("in.jsonl", "out.jsonl");
+        command.args(flags);
+        command
+    };
+    let whole = fs::metadata(undisturbed.path("out.jsonl")).unwrap().len();
+    kill_ten_runs(run, &disturbed.path("out.jsonl"), whole);
     disturbed.succeeds(&flags);
     assert_eq!(by_name(&disturbed.records()), want);
     let before = fs::read(disturbed.path("out.jsonl")).unwrap();

@@ -11,6 +11,8 @@ mod hostile_lines;
 mod nan;
 mod reruns;
 mod shared;
+#[cfg(feature = "parquet")]
+mod tables;
 mod tokens;
 
 use std::collections::BTreeMap;
@@ -332,6 +334,18 @@ fn wrong_calls_are_usage_errors() {
     let result = folder.command("in.jsonl", "notes.txt").output().unwrap();
     assert_eq!(result.status.code(), Some(1));
     assert_eq!(fs::read_to_string(folder.path("notes.txt")).unwrap(), "my notes\n");
+}
+
+#[cfg(not(feature = "parquet"))]
+#[test]
+fn a_program_without_parquet_says_so() {
+    let folder = Folder::new(&[completion("a", json!({"prompt": "x"}))]);
+    fs::write(folder.path("in.parquet"), b"PAR1 and so on").unwrap();
+    for (input, output) in [("in.parquet", "out.jsonl"), ("in.jsonl", "out.parquet")] {
+        let result = folder.command(input, output).output().unwrap();
+        ended(&result, 2, &["built without the feature `parquet`"]);
+        assert!(!folder.path(output).exists());
+    }
 }
 
 #[test]
