@@ -125,7 +125,7 @@ fn object(json: &str) -> Option<ToolCall> {
         None | Some(Value::Null) => "{}".to_string(),
         Some(Value::String(text)) if text.trim().is_empty() => "{}".to_string(),
         Some(Value::String(text)) => text.clone(),
-        Some(Value::Object(_)) => raw::compact(raw::field(json, "arguments")?),
+        Some(Value::Object(_)) => raw::compact(raw::json_field(json, "arguments")?),
         Some(_) => return None,
     };
     Some(ToolCall::new(call.get("name")?.as_str()?, arguments))
@@ -205,6 +205,6 @@ fn untagged(body: &str) -> Option<Vec<ToolCall>> {
 
 /// Reads a call that is a JSON object and may have an id.
 fn object_with_id(json: &str) -> Option<ToolCall> {
-    let id = raw::field(json, "id").and_then(|id| serde_json::from_str(id).ok());
+    let id = raw::json_field(json, "id").and_then(|id| serde_json::from_str(id).ok());
     Some(ToolCall { id, ..object(json)? })
 }

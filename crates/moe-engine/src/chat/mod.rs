@@ -50,7 +50,7 @@ pub use parsers::{
 };
 pub(crate) use parsers::{CALL_ARGUMENTS, calls_by_name, reasoning_by_name};
 pub use part::Part;
-pub use raw::with_long_integers;
+pub use raw::{has_long_integer, json_field, with_long_integers};
 pub use serve::serve;
 pub use template::ChatTemplate;
 pub use worker::RENDER_COMMAND;

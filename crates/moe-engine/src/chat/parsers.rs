@@ -350,32 +350,24 @@ fn shows(files: &ChatFiles, texts: &[&str], hidden: &[&str]) -> bool {
     texts.iter().all(|text| one(text)) && !hidden.iter().any(|text| one(text))
 }
 
-/// Writes a form of reasoning as its name, for serde.
-pub(crate) mod reasoning_by_name {
-    use super::*;
+/// A module that writes forms of a kind as their names, for serde.
+macro_rules! by_name {
+    ($module:ident, $parser:ident, $what:literal) => {
+        pub(crate) mod $module {
+            use super::*;
 
-    pub fn serialize<S: Serializer>(parser: &&'static ReasoningParser, to: S) -> Result<S::Ok, S::Error> {
-        to.serialize_str(parser.name)
-    }
+            pub fn serialize<S: Serializer>(parser: &&'static $parser, to: S) -> Result<S::Ok, S::Error> {
+                to.serialize_str(parser.name)
+            }
 
-    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<&'static ReasoningParser, D::Error> {
-        let name = String::deserialize(from)?;
-        let unknown = || serde::de::Error::custom(format!("there is no reasoning parser {name:?}"));
-        ReasoningParser::named(&name).ok_or_else(unknown)
-    }
+            pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<&'static $parser, D::Error> {
+                let name = String::deserialize(from)?;
+                let unknown = || serde::de::Error::custom(format!("there is no {} {name:?}", $what));
+                $parser::named(&name).ok_or_else(unknown)
+            }
+        }
+    };
 }
 
-/// Writes a form of tool calls as its name, for serde.
-pub(crate) mod calls_by_name {
-    use super::*;
-
-    pub fn serialize<S: Serializer>(parser: &&'static CallParser, to: S) -> Result<S::Ok, S::Error> {
-        to.serialize_str(parser.name)
-    }
-
-    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<&'static CallParser, D::Error> {
-        let name = String::deserialize(from)?;
-        let unknown = || serde::de::Error::custom(format!("there is no tool-call parser {name:?}"));
-        CallParser::named(&name).ok_or_else(unknown)
-    }
-}
+by_name!(reasoning_by_name, ReasoningParser, "reasoning parser");
+by_name!(calls_by_name, CallParser, "tool-call parser");

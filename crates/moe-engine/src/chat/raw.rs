@@ -5,7 +5,7 @@ use std::str::CharIndices;
 
 /// Returns the text of the value of a field. `json` must be a valid object. If it has several fields of this name, the
 /// last one counts.
-pub fn field<'a>(json: &'a str, name: &str) -> Option<&'a str> {
+pub fn json_field<'a>(json: &'a str, name: &str) -> Option<&'a str> {
     let mut found = None;
     let mut rest = json.trim_start().strip_prefix('{')?.trim_start();
     while rest.starts_with('"') {
@@ -61,7 +61,8 @@ fn spaced(json: &str, separator: &str) -> String {
     out
 }
 
-fn has_long_integer(json: &str) -> bool {
+/// Whether JSON contains an integer that does not fit a machine word.
+pub fn has_long_integer(json: &str) -> bool {
     let mut chars = json.char_indices().peekable();
     while let Some((at, c)) = chars.next() {
         match c {
@@ -106,37 +107,27 @@ fn string_len(text: &str) -> Option<usize> {
 /// Returns the length of the value at the beginning of a text. The value ends at the next comma or bracket of its
 /// level.
 fn value_len(text: &str) -> Option<usize> {
-    let mut depth = 0usize;
-    let mut at = 0;
-    while let Some(byte) = text.as_bytes().get(at) {
-        match byte {
-            b'"' => {
-                at += string_len(&text[at..])?;
-                continue;
-            }
-            b'{' | b'[' => depth += 1,
-            b'}' | b']' if depth == 0 => return Some(at),
-            b',' if depth == 0 => return Some(at),
-            b'}' | b']' => depth -= 1,
-            _ => {}
-        }
-        at += 1;
-    }
-    None
+    find(text, |byte, depth| depth == 0 && matches!(byte, b'}' | b']' | b','))
 }
 
 /// Returns the length of the object or list at the beginning of a text, or `None` if it does not end.
 pub fn closed_len(text: &str) -> Option<usize> {
+    find(text, |byte, depth| depth <= 1 && matches!(byte, b'}' | b']')).map(|at| at + 1)
+}
+
+/// Returns the place of the first byte outside of strings that ends what is searched. `ends` also gets the number of
+/// objects and lists that are open.
+fn find(text: &str, ends: impl Fn(u8, usize) -> bool) -> Option<usize> {
     let mut depth = 0usize;
     let mut at = 0;
     while let Some(byte) = text.as_bytes().get(at) {
         match byte {
+            byte if ends(*byte, depth) => return Some(at),
             b'"' => {
                 at += string_len(&text[at..])?;
                 continue;
             }
             b'{' | b'[' => depth += 1,
-            b'}' | b']' if depth <= 1 => return Some(at + 1),
             b'}' | b']' => depth -= 1,
             _ => {}
         }
@@ -153,11 +144,11 @@ mod tests {
     fn fields_are_as_they_are_written() {
         let json =
             r#" {"a": {"b": "}\",", "x": [1, {"a": 2}]} , "n":12345678901234567890123 ,"\u0061b": "y" } "#;
-        assert_eq!(field(json, "a"), Some(r#"{"b": "}\",", "x": [1, {"a": 2}]}"#));
-        assert_eq!(field(json, "n"), Some("12345678901234567890123"));
-        assert_eq!((field(json, "ab"), field(json, "b")), (Some("\"y\""), None));
-        assert_eq!(field(r#"{"a": 1, "a": 2}"#, "a"), Some("2"));
-        assert_eq!((field("{}", "a"), field("[1]", "a")), (None, None));
+        assert_eq!(json_field(json, "a"), Some(r#"{"b": "}\",", "x": [1, {"a": 2}]}"#));
+        assert_eq!(json_field(json, "n"), Some("12345678901234567890123"));
+        assert_eq!((json_field(json, "ab"), json_field(json, "b")), (Some("\"y\""), None));
+        assert_eq!(json_field(r#"{"a": 1, "a": 2}"#, "a"), Some("2"));
+        assert_eq!((json_field("{}", "a"), json_field("[1]", "a")), (None, None));
     }
 
     #[test]

@@ -74,7 +74,7 @@ fn body(tags: &ArgumentTags, name: &str, arguments: &str) -> String {
     for (name, parsed) in &values {
         let written = match parsed {
             Value::String(text) => text.as_str(),
-            _ => raw::field(arguments, name).unwrap_or_default(),
+            _ => raw::json_field(arguments, name).unwrap_or_default(),
         };
         let around = if *lines { "\n" } else { "" };
         let between = if value.open.is_empty() { "" } else { "\n" };
