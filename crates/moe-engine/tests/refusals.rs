@@ -77,14 +77,14 @@ fn settings_of_an_engine() {
     expect([
         (set(|c| c.max_num_seqs = 0), "`max_num_seqs` must be from 1 to 65535, got 0"),
         (set(|c| c.max_num_seqs = usize::MAX), "`max_num_seqs` must be from 1 to 65535"),
-        (set(|c| c.max_num_batched_tokens = 0), "`max_num_batched_tokens` must be from 1"),
+        (set(|c| c.max_num_batched_tokens = 0), "`max_num_batched_tokens` must be from 1 to 16777216, got 0"),
         (set(|c| c.max_num_batched_tokens = usize::MAX), "`max_num_batched_tokens` must be from 1"),
         (set(|c| c.block_size = 0), "`block_size` must be from 1 to 65536, got 0"),
         (set(|c| c.block_size = usize::MAX), "`block_size` must be from 1 to 65536"),
         (set(|c| c.max_model_len = Some(0)), "`max_model_len` 0: expected at least 1"),
         (set(|c| c.max_model_len = Some(65)), "`max_model_len` 65: expected 1 to 64"),
-        (set(|c| c.kv_cache_memory = Some(0)), "`kv_cache_memory`"),
-        (set(|c| c.kv_cache_memory = Some(1)), "`kv_cache_memory`"),
+        (set(|c| c.kv_cache_memory = Some(0)), "a KV cache of 0 bytes holds no block"),
+        (set(|c| c.kv_cache_memory = Some(1)), "needs 2048 bytes; raise `kv_cache_memory`"),
     ]);
     // More memory than there is, of which the sequences use a part, states that this model does not have, and a limit
     // for another device.
@@ -120,12 +120,18 @@ fn requests() {
         (with(|r| r.stop = vec!["x".into()]), "stop must be empty without a tokenizer"),
         (with(|r| r.stop = vec![String::new()]), "stop must be texts that are not empty"),
         (with(|r| r.bad_words = vec!["x".into()]), "bad_words must be empty without a tokenizer"),
-        (with(|r| r.structured_output = Some(Arc::new(StructuredOutput::JsonObject))), "structured_output"),
-        (with(|r| r.replay_routing = RoutedExperts::empty(1, 2, 2).map(Arc::new).ok()), "routed_experts"),
-        (with(|r| r.replay_routing = RoutedExperts::empty(1, 1, 3).map(Arc::new).ok()), "routed_experts"),
+        (
+            with(|r| r.structured_output = Some(Arc::new(StructuredOutput::JsonObject))),
+            "without a tokenizer, got some",
+        ),
+        (
+            with(|r| r.replay_routing = RoutedExperts::empty(1, 2, 2).map(Arc::new).ok()),
+            "[T, 1, 2] (MoE layers, experts per token), got [T, 2, 2]",
+        ),
+        (with(|r| r.replay_routing = RoutedExperts::empty(1, 1, 3).map(Arc::new).ok()), "got [T, 1, 3]"),
         (
             with(|r| r.replay_routing = RoutedExperts::from_ids(1, 1, 2, vec![9, 9]).map(Arc::new).ok()),
-            "routed_experts",
+            "routed_experts must be ids below 4, each once in a row",
         ),
     ]);
     let mut sampled = |change: fn(&mut SamplingParams)| {
@@ -134,22 +140,22 @@ fn requests() {
         said(engine.add(request))
     };
     expect([
-        (sampled(|s| s.temperature = f32::NAN), "temperature"),
-        (sampled(|s| s.temperature = -1.0), "temperature"),
-        (sampled(|s| s.temperature = f32::INFINITY), "temperature"),
-        (sampled(|s| s.top_p = 0.0), "top_p"),
-        (sampled(|s| s.top_p = 1.5), "top_p"),
-        (sampled(|s| s.top_p = f32::NAN), "top_p"),
-        (sampled(|s| s.min_p = -0.1), "min_p"),
-        (sampled(|s| s.min_p = f32::NAN), "min_p"),
-        (sampled(|s| s.repetition_penalty = 0.0), "repetition_penalty"),
-        (sampled(|s| s.repetition_penalty = f32::NAN), "repetition_penalty"),
-        (sampled(|s| s.presence_penalty = f32::INFINITY), "presence_penalty"),
-        (sampled(|s| s.frequency_penalty = f32::NAN), "frequency_penalty"),
-        (sampled(|s| s.logit_bias = vec![(VOCAB as u32, 1.0)]), "logit_bias"),
-        (sampled(|s| s.logit_bias = vec![(1, f32::NAN)]), "logit_bias"),
-        (sampled(|s| s.allowed_token_ids = Some(vec![])), "allowed_token_ids"),
-        (sampled(|s| s.allowed_token_ids = Some(vec![u32::MAX])), "allowed_token_ids"),
+        (sampled(|s| s.temperature = f32::NAN), "temperature must be a finite number of at least 0, got NaN"),
+        (sampled(|s| s.temperature = -1.0), "temperature must be a finite number of at least 0, got -1"),
+        (sampled(|s| s.temperature = f32::INFINITY), "at least 0, got inf"),
+        (sampled(|s| s.top_p = 0.0), "top_p must be above 0 and at most 1, got 0"),
+        (sampled(|s| s.top_p = 1.5), "top_p must be above 0 and at most 1, got 1.5"),
+        (sampled(|s| s.top_p = f32::NAN), "at most 1, got NaN"),
+        (sampled(|s| s.min_p = -0.1), "min_p must be from 0 to 1, got -0.1"),
+        (sampled(|s| s.min_p = f32::NAN), "min_p must be from 0 to 1, got NaN"),
+        (sampled(|s| s.repetition_penalty = 0.0), "repetition_penalty must be a finite number above 0"),
+        (sampled(|s| s.repetition_penalty = f32::NAN), "above 0, got NaN"),
+        (sampled(|s| s.presence_penalty = f32::INFINITY), "presence_penalty must be from -2 to 2"),
+        (sampled(|s| s.frequency_penalty = f32::NAN), "frequency_penalty must be from -2 to 2"),
+        (sampled(|s| s.logit_bias = vec![(VOCAB as u32, 1.0)]), "logit_bias: token id 300 is outside"),
+        (sampled(|s| s.logit_bias = vec![(1, f32::NAN)]), "logit_bias must be finite numbers, got NaN"),
+        (sampled(|s| s.allowed_token_ids = Some(vec![])), "allowed_token_ids holds an empty list"),
+        (sampled(|s| s.allowed_token_ids = Some(vec![u32::MAX])), "token id 4294967295 is outside of"),
     ]);
     assert!(engine.is_idle(), "a refused request changes nothing");
     // The largest limits are the context's and the vocabulary's, and an id that no token has ends nothing.
@@ -209,16 +215,22 @@ fn settings_of_a_run() {
     expect([
         (set(|c| c.num_threads = Some(0)), "`num_threads` 0"),
         (set(|c| c.num_threads = Some(usize::MAX)), "expected 1 to 1024"),
-        (set(|c| c.expert_offload = Some(0)), "`expert_offload`"),
+        (set(|c| c.expert_offload = Some(0)), "`expert_offload` keeps experts in host memory for a GPU"),
         (placed(parallel(0, 1), PlacementConfig::default()), "tp must be at least 1, got 0"),
         (placed(parallel(1, 0), PlacementConfig::default()), "dp must be at least 1, got 0"),
         (placed(parallel(usize::MAX, 2), PlacementConfig::default()), "more than 65536 ranks"),
         (placed(parallel(1, 1), map.clone()), "`expert_map` needs experts spread"),
         (placed(parallel(1, 1), redundant.clone()), "`num_redundant_experts` needs"),
-        (placed(experts, PlacementConfig { num_redundant_experts: 1, ..map }), "drop"),
+        (
+            placed(experts, PlacementConfig { num_redundant_experts: 1, ..map }),
+            "drop `num_redundant_experts`",
+        ),
     ]);
     #[cfg(not(feature = "cuda"))]
-    expect([(set(|c| c.device = moe_engine::DeviceChoice::Cuda(Some(99))), "`device`")]);
+    expect([(
+        set(|c| c.device = moe_engine::DeviceChoice::Cuda(Some(99))),
+        "`device` cuda:99: this program was built without CUDA",
+    )]);
     let eplb = |change: fn(&mut EplbConfig)| {
         let mut config = EplbConfig::default();
         change(&mut config);
@@ -226,7 +238,7 @@ fn settings_of_a_run() {
     };
     expect([
         (eplb(|c| c.window = 0), "`eplb.window` 0: expected 1 to"),
-        (eplb(|c| c.interval = usize::MAX), "`eplb.interval`"),
+        (eplb(|c| c.interval = usize::MAX), "`eplb.interval` 18446744073709551615: expected 1 to"),
         (eplb(|c| c.plan_steps = 0), "`eplb.plan_steps` 0"),
         (eplb(|c| c.max_moves = Some(0)), "`eplb.max_moves` 0"),
         (eplb(|c| c.bytes_per_step = 0), "`eplb.bytes_per_step` 0"),
@@ -239,11 +251,11 @@ fn settings_of_a_run() {
         said(run.session(Weights::Random(Config::parse(config, "config.json").unwrap())))
     };
     expect([
-        (session("{}"), "model_type"),
-        (session(r#"{"model_type": "unknown"}"#), "unknown"),
-        (session(r#"{"model_type": 7}"#), "model_type"),
-        (said(Config::parse("[]", "config.json")), "config.json"),
-        (said(Config::parse("{", "config.json")), "config.json"),
+        (session("{}"), "`model_type`: expected the type of a model"),
+        (session(r#"{"model_type": "unknown"}"#), "model_type \"unknown\" is not supported"),
+        (session(r#"{"model_type": 7}"#), "`model_type`: expected a string, got 7"),
+        (said(Config::parse("[]", "config.json")), "config.json: expected a JSON object, got []"),
+        (said(Config::parse("{", "config.json")), "config.json: not valid JSON: EOF"),
     ]);
     let chunked = RunConfig { chunked_moe: ChunkedMoe::within(0), ..RunConfig::default() };
     assert_eq!(said(Run::start(&chunked, none(), "folder")), "no error"); // refused where a layer's sizes are known
@@ -254,11 +266,11 @@ fn tokenizers_and_texts() {
     let bytes = Tokenizer::bytes().unwrap();
     let files = tempfile::tempdir().unwrap();
     expect([
-        (said(Tokenizer::from_dir(Path::new("no/such/folder"))), "no/such/folder"),
-        (said(Tokenizer::from_dir(files.path())), "tokenizer"),
-        (said(Tokenizer::from_bytes(b"")), "tokenizer"),
-        (said(Tokenizer::from_bytes(b"{}")), "tokenizer"),
-        (said(Tokenizer::from_bytes(&[0xff, 0xfe])), "tokenizer"),
+        (said(Tokenizer::from_dir(Path::new("no/such/folder"))), "cannot read no/such/folder/tokenizer.json"),
+        (said(Tokenizer::from_dir(files.path())), "tokenizer.json: generating text needs the checkpoint's"),
+        (said(Tokenizer::from_bytes(b"")), "not the contents of a tokenizer.json: EOF"),
+        (said(Tokenizer::from_bytes(b"{}")), "not the contents of a tokenizer.json: Model missing"),
+        (said(Tokenizer::from_bytes(&[0xff, 0xfe])), "not the contents of a tokenizer.json: expected value"),
         (said(HeatWriter::create(Path::new("no/such/folder/heat.jsonl"))), "no/such/folder/heat.jsonl"),
     ]);
     assert_eq!(bytes.encode("").unwrap(), [0u32; 0]);
@@ -281,13 +293,13 @@ fn chat_templates() {
     };
     expect([
         (render("x", ChatRequest::default()), "the conversation is empty: give at least one message"),
-        (said(ChatFiles::from_file(Path::new("no/such.jinja"), None)), "no/such.jinja"),
-        (said(ChatFiles::from_tokenizer_config(b"[]")), "tokenizer"),
-        (said(ChatFiles::from_tokenizer_config(b"{")), "tokenizer"),
-        (render("{% for", hello()), "template"),
-        (render("{{ raise_exception('not this') }}", hello()), "not this"),
-        (render("{{ messages[1].content }}", hello()), "template"),
-        (render("{% for i in range(1000000000) %}x{% endfor %}", hello()), "template"),
+        (said(ChatFiles::from_file(Path::new("no/such.jinja"), None)), "no/such.jinja: no such file"),
+        (said(ChatFiles::from_tokenizer_config(b"[]")), "tokenizer_config.json: expected a JSON object"),
+        (said(ChatFiles::from_tokenizer_config(b"{")), "tokenizer_config.json: not JSON: EOF"),
+        (render("{% for", hello()), "line 1: syntax error: unexpected end of input"),
+        (render("{{ raise_exception('not this') }}", hello()), "refuses this conversation: not this"),
+        (render("{{ messages[1].content }}", hello()), "`messages[1]` is undefined"),
+        (render("{% for i in range(1000000000) %}x{% endfor %}", hello()), "range has too many elements"),
     ]);
 }
 
@@ -305,14 +317,14 @@ fn structured_outputs() {
         said(engine.add(request))
     };
     expect([
-        (ask(StructuredOutput::JsonSchema("{".into())), "structured_output"),
-        (ask(StructuredOutput::JsonSchema("7".into())), "structured_output"),
-        (ask(StructuredOutput::JsonSchema(r#"{"type": "strang"}"#.into())), "structured_output"),
-        (ask(StructuredOutput::Regex("(".into())), "structured_output"),
-        (ask(StructuredOutput::Regex(r"(a)\1".into())), "structured_output"),
-        (ask(StructuredOutput::Choice(vec![])), "structured_output"),
-        (ask(StructuredOutput::Grammar("start: x".into())), "structured_output"),
-        (ask(StructuredOutput::Grammar(String::new())), "structured_output"),
+        (ask(StructuredOutput::JsonSchema("{".into())), "the JSON schema cannot be used: it is not JSON"),
+        (ask(StructuredOutput::JsonSchema("7".into())), "expected a JSON object, got 7"),
+        (ask(StructuredOutput::JsonSchema(r#"{"type": "strang"}"#.into())), "Invalid type: strang"),
+        (ask(StructuredOutput::Regex("(".into())), "the regular expression cannot be used"),
+        (ask(StructuredOutput::Regex(r"(a)\1".into())), "backreferences are not supported"),
+        (ask(StructuredOutput::Choice(vec![])), "expected at least one text, and none that is empty"),
+        (ask(StructuredOutput::Grammar("start: x".into())), "unknown name: \"x\""),
+        (ask(StructuredOutput::Grammar(String::new())), "no start rule found"),
     ]);
     assert!(engine.is_idle());
 }
