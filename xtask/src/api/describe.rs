@@ -1,10 +1,11 @@
 //! The lines that describe a public item: its signature, and what callers can reach of its parts.
 
 use proc_macro2::TokenStream;
+use quote::ToTokens;
 use syn::punctuated::Punctuated;
 use syn::{
-    Attribute, Fields, Generics, Ident, ImplItem, Item, ItemImpl, Path, Signature, Token, TraitItem, Type,
-    Visibility,
+    Attribute, Field, Fields, Generics, Ident, ImplItem, Item, ItemImpl, Meta, MetaList, Path, Signature,
+    Token, TraitItem, Type, Visibility,
 };
 
 use super::text::text;
@@ -35,7 +36,7 @@ pub fn item_lines(item: &Item, path: &str) -> Vec<Line> {
         Item::Macro(_) => vec![head(format!("macro {path}!"))],
         Item::Type(item) => vec![head(format!("type {path}{} = {}", of(&item.generics), text(&item.ty)))],
         Item::Struct(item) => {
-            let hides = item.fields.iter().any(|field| !is_public(&field.vis));
+            let hides = item.fields.iter().any(|field| !is_public(&field.vis) || is_hidden(&field.attrs));
             let hidden = if hides { " { .. }" } else { "" };
             let name = named("struct", path, &item.attrs, &item.generics);
             let mut lines = vec![head(name + hidden)];
@@ -45,7 +46,7 @@ pub fn item_lines(item: &Item, path: &str) -> Vec<Line> {
         }
         Item::Enum(item) => {
             let mut lines = vec![head(named("enum", path, &item.attrs, &item.generics))];
-            for variant in &item.variants {
+            for variant in item.variants.iter().filter(|variant| !is_hidden(&variant.attrs)) {
                 let name = variant.ident.to_string();
                 lines.push(Line::new(path, &name, &variant.attrs, |path| format!("variant {path}")));
                 lines.extend(fields(&variant.fields, &format!("{path}::{name}"), true));
@@ -69,8 +70,10 @@ pub fn methods(item: &ItemImpl, path: &str) -> Vec<Line> {
     let own =
         if generic { format!("impl{} {}: ", of(&item.generics), text(&item.self_ty)) } else { String::new() };
     let parts = item.items.iter().filter_map(|part| match part {
-        ImplItem::Fn(part) if is_public(&part.vis) => Some(method(path, &part.attrs, &part.sig, "")),
-        ImplItem::Const(part) if is_public(&part.vis) => {
+        ImplItem::Fn(part) if is_public(&part.vis) && !is_hidden(&part.attrs) => {
+            Some(method(path, &part.attrs, &part.sig, ""))
+        }
+        ImplItem::Const(part) if is_public(&part.vis) && !is_hidden(&part.attrs) => {
             Some(constant(path, &part.attrs, &part.ident, &part.ty))
         }
         _ => None,
@@ -99,8 +102,16 @@ pub fn has(attributes: &[Attribute], name: &str) -> bool {
     attributes.iter().any(|attribute| attribute.path().is_ident(name))
 }
 
+/// Whether the documentation leaves an item out: then it is for our own macros and crates.
+pub fn is_hidden(attributes: &[Attribute]) -> bool {
+    let hides = |list: &MetaList| list.path.is_ident("doc") && list.tokens.to_string() == "hidden";
+    attributes.iter().any(|attribute| matches!(&attribute.meta, Meta::List(list) if hides(list)))
+}
+
 fn member(item: &TraitItem, path: &str) -> Option<Line> {
     Some(match item {
+        // Who implements the trait must write a function without a body, hidden or not.
+        TraitItem::Fn(item) if item.default.is_some() && is_hidden(&item.attrs) => return None,
         TraitItem::Fn(item) => {
             let provided = if item.default.is_some() { " { .. }" } else { "" };
             method(path, &item.attrs, &item.sig, provided)
@@ -123,7 +134,8 @@ fn constant(path: &str, attributes: &[Attribute], name: &Ident, of: &Type) -> Li
 
 /// The fields that callers can reach; with `all` the fields of a variant, which are public.
 fn fields(fields: &Fields, path: &str, all: bool) -> Vec<Line> {
-    let reached = fields.iter().enumerate().filter(|(_, field)| all || is_public(&field.vis));
+    let is_reached = |field: &Field| (all || is_public(&field.vis)) && !is_hidden(&field.attrs);
+    let reached = fields.iter().enumerate().filter(|(_, field)| is_reached(field));
     let lines = reached.map(|(at, field)| {
         let name = field.ident.as_ref().map_or(at.to_string(), ToString::to_string);
         Line::new(path, &name, &field.attrs, |path| format!("field {path}: {}", text(&field.ty)))
@@ -131,13 +143,38 @@ fn fields(fields: &Fields, path: &str, all: bool) -> Vec<Line> {
     lines.collect()
 }
 
-/// The traits that `#[derive]` gives to a type.
+/// The traits that `#[derive]` gives to a type, also where `#[cfg_attr]` does so under a condition.
 fn derived(attributes: &[Attribute], path: &str) -> Vec<Line> {
-    let lists = attributes.iter().filter(|attribute| attribute.path().is_ident("derive"));
-    let paths = Punctuated::<Path, Token![,]>::parse_terminated;
-    let traits = lists.filter_map(|attribute| attribute.parse_args_with(paths).ok()).flatten();
-    let names = traits.filter_map(|path| path.segments.last().map(|last| last.ident.to_string()));
-    names.map(|name| Line::new(path, "", &[], |path| format!("impl {name} for {path}"))).collect()
+    let mut lines = Vec::new();
+    for attribute in attributes {
+        match &attribute.meta {
+            Meta::List(list) if list.path.is_ident("derive") => lines.extend(derives(list, path, None)),
+            Meta::List(list) if list.path.is_ident("cfg_attr") => {
+                let parts = list.parse_args_with(Punctuated::<Meta, Token![,]>::parse_terminated);
+                let parts: Vec<Meta> = parts.into_iter().flatten().collect();
+                let [condition, given @ ..] = &parts[..] else { continue };
+                for given in given {
+                    if let Meta::List(list) = given
+                        && list.path.is_ident("derive")
+                    {
+                        lines.extend(derives(list, path, Some(condition)));
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+    lines
+}
+
+/// The traits of a list of `derive`, which holds under a condition.
+fn derives(list: &MetaList, path: &str, condition: Option<&Meta>) -> Vec<Line> {
+    let paths = list.parse_args_with(Punctuated::<Path, Token![,]>::parse_terminated);
+    let names = paths.into_iter().flatten();
+    let names = names.filter_map(|path| path.segments.last().map(|last| last.ident.to_string()));
+    let condition = condition.map(ToTokens::to_token_stream);
+    let text = |name: String| with_conditions(format!("impl {name} for {path}"), condition.iter().cloned());
+    names.map(|name| Line { path: path.to_string(), text: text(name) }).collect()
 }
 
 /// A function with its path in the place of its name. That it changes an argument in its body is no part of the API.

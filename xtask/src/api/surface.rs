@@ -3,9 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::Result;
-use syn::{Attribute, Item, ItemImpl, ItemUse, Meta, Path, Type, Visibility};
+use syn::{Attribute, Item, ItemImpl, ItemUse, Path, Type, Visibility};
 
-use super::describe::{Line, has, implementation, is_public, item_lines, methods, with_conditions};
+use super::describe::{
+    Line, has, implementation, is_hidden, is_public, item_lines, methods, with_conditions,
+};
 use crate::modules::{Found, Tree, attributes, conditions, leaves, name};
 
 /// The public items of the library that begins with this file, a line each, in the order of their paths.
@@ -134,6 +136,9 @@ impl Surface<'_> {
 
     /// The public functions of an exported type, or that it has a trait that callers can name.
     fn describe_impl(&mut self, module: usize, item: &ItemImpl) {
+        if is_hidden(&item.attrs) {
+            return;
+        }
         let own = path_of(&item.self_ty).and_then(|path| self.exported(module, path));
         let Some((_, of, _)) = &item.trait_ else {
             for line in own.iter().flat_map(|own| methods(item, own)) {
@@ -183,12 +188,6 @@ fn path_of(of: &Type) -> Option<&Path> {
         Type::Reference(reference) => path_of(&reference.elem),
         _ => None,
     }
-}
-
-/// Whether the documentation leaves an item out: then it is for our own macros and crates.
-fn is_hidden(attributes: &[Attribute]) -> bool {
-    let hides = |list: &syn::MetaList| list.path.is_ident("doc") && list.tokens.to_string() == "hidden";
-    attributes.iter().any(|attribute| matches!(&attribute.meta, Meta::List(list) if hides(list)))
 }
 
 fn visibility(item: &Item) -> Option<&Visibility> {

@@ -62,6 +62,28 @@ use Stream as gpu::Stream #[cfg(feature = \"cuda\")]";
 }
 
 #[test]
+fn derives_under_a_condition_are_told_and_hidden_parts_are_not() {
+    let lib = "#[derive(Clone)] #[cfg_attr(feature = \"serde\", derive(serde::Serialize, Deserialize), serde(default))]
+        pub struct A { pub a: u8, #[doc(hidden)] pub b: u8 }
+        impl A { pub fn shown(&self) {} #[doc(hidden)] pub fn hidden(&self) {} #[doc(hidden)] pub const N: u8 = 0; }
+        #[doc(hidden)] impl A { pub fn never(&self) {} }
+        pub enum B { One, #[doc(hidden)] Two }
+        pub trait C { #[doc(hidden)] fn needed(&self); #[doc(hidden)] fn provided(&self) {} }";
+    let expected = "\
+impl Clone for A
+impl Deserialize for A #[cfg(feature = \"serde\")]
+impl Serialize for A #[cfg(feature = \"serde\")]
+struct A { .. }
+field A::a: u8
+fn A::shown(&self)
+enum B
+variant B::One
+trait C
+fn C::needed(&self)";
+    assert_eq!(items(&[("src/lib.rs", lib)]).join("\n"), expected);
+}
+
+#[test]
 fn a_fault_lists_what_came_and_went_and_the_command() {
     assert_eq!(fault("a", "h\n\nfn b()\n", "h\n\nfn b()\n"), None);
     let fault = fault("a", "h\n\nfn b()\nfn c()\n", "h\n\nfn b()\nfn d()\n").unwrap();
