@@ -22,7 +22,7 @@ use crate::gguf_configs::{
 use crate::gguf_names::{COMMON, architecture, place};
 use crate::gguf_orders::{in_checkpoint, in_file, join_up_projections};
 use crate::quantised::dequantised::{logits_of_floats, quant_of_floats};
-use crate::quantised::{WORKS, logits};
+use crate::quantised::{WORKS, distance, logits, usual_distance};
 use writer::{Meta, Tensor, Writer};
 
 #[allow(dead_code)] // Other tests write other values.
@@ -212,19 +212,6 @@ fn random_blocks(ggml: GgmlType, shape: &[usize], seed: u64) -> (Vec<u8>, Vec<f3
         }
     }
     (bytes, meant)
-}
-
-fn distance(got: &[f32], want: &[f32]) -> f32 {
-    assert_eq!(got.len(), want.len());
-    let largest = want.iter().fold(0f32, |most, x| most.max(x.abs()));
-    got.iter().zip(want).fold(0f32, |most, (a, b)| most.max((a - b).abs())) / largest
-}
-
-/// The median over rows: a row whose router was almost undecided may take another expert.
-fn usual_distance(got: &[f32], want: &[f32]) -> f32 {
-    let mut rows: Vec<f32> = got.chunks(96).zip(want.chunks(96)).map(|(a, b)| distance(a, b)).collect();
-    rows.sort_by(f32::total_cmp);
-    rows[rows.len() / 2]
 }
 
 fn compare(config: &str, types: &[GgmlType], seed: u64) {

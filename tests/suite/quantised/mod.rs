@@ -190,14 +190,14 @@ fn logits_of(model: &dyn CausalLm) -> Vec<f32> {
 }
 
 /// The largest distance between two arrays of logits, relative to the largest expected logit.
-fn distance(got: &[f32], want: &[f32]) -> f32 {
+pub fn distance(got: &[f32], want: &[f32]) -> f32 {
     assert_eq!(got.len(), want.len());
     let largest = want.iter().fold(0f32, |most, x| most.max(x.abs()));
     got.iter().zip(want).fold(0f32, |most, (a, b)| most.max((a - b).abs())) / largest
 }
 
 /// The median over rows: a row whose router was almost undecided may take another expert.
-fn usual_distance(got: &[f32], want: &[f32]) -> f32 {
+pub fn usual_distance(got: &[f32], want: &[f32]) -> f32 {
     let mut rows: Vec<f32> = got.chunks(96).zip(want.chunks(96)).map(|(a, b)| distance(a, b)).collect();
     rows.sort_by(f32::total_cmp);
     rows[rows.len() / 2]

@@ -2,53 +2,20 @@
 
 use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Device};
+use candle_core::DType;
 use model_runtime::checkpoint::Gguf;
-use model_runtime::{
-    BlockContext, CausalLm, Checkpoint, Exec, Geometry, KvCache, LogitsRows, SequenceStep, Step, StepContext,
-    host_logits, run_step,
-};
-use moe_engine::LoadOptions;
 use moe_engine::tokenizer::Tokenizer;
 use moe_quant::QuantGroup;
 use moe_quantize::{FileFormat, GgufMix, RandomSettings, quantize, quantize_gguf, random_checkpoint};
 use serde_json::{Value, json};
 
-use crate::support::{bundled, error, fixture, json, settings};
+use crate::support::{bundled, error, fixture, json, loaded, logits_of, settings};
 
 const MIXES: [GgufMix; 4] = [GgufMix::Q8_0, GgufMix::Q6K, GgufMix::Q4KM, GgufMix::Q4_0];
 
-/// Loads a folder or a GGUF file as the engine does.
-fn loaded(path: &Path) -> Box<dyn CausalLm> {
-    let checkpoint = Checkpoint::open(path).unwrap();
-    let model = model_families::ALL.parse(&checkpoint.config).unwrap();
-    let layout = model.layout(&Geometry::default(), &|name| checkpoint.has(name)).unwrap();
-    checkpoint.verify(&layout.tensors, model.ignored()).unwrap();
-    let view = checkpoint.rank_view(&layout.tensors, Vec::new());
-    let context =
-        BlockContext { quant: Some(std::sync::Arc::new(view.clone())), ..LoadOptions::default().context };
-    let options = LoadOptions { context, ..LoadOptions::default() };
-    model.load(&options, view.var_builder(DType::F32, &Device::Cpu)).unwrap().model
-}
-
 /// The logits of all positions of a prompt.
 fn logits(path: &Path, ids: &[u32]) -> Vec<f32> {
-    let model = loaded(path);
-    let mut ex = Exec::cpu();
-    let mut cache = KvCache::new_on(ex.device(), &model.info().states, 1, 64).unwrap();
-    let sequence = SequenceStep {
-        token_ids: ids,
-        start: 0,
-        prompt_len: ids.len(),
-        blocks: &[0],
-        logits: LogitsRows::All,
-        scored: &[],
-    };
-    let step = Step::new([sequence], 64).unwrap();
-    let logits =
-        run_step(model.as_ref(), &step, &mut cache, None, &mut StepContext::default(), &mut ex).unwrap();
-    let logits = host_logits(model.as_ref(), &logits, &ex).unwrap();
-    logits.view().cpu::<f32>().unwrap().to_vec()
+    logits_of(loaded(path, DType::F32).as_ref(), ids)
 }
 
 fn ids(vocabulary: u32) -> Vec<u32> {

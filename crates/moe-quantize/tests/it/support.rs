@@ -3,6 +3,12 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use candle_core::{DType, Device};
+use model_runtime::{
+    BlockContext, CausalLm, Checkpoint, Exec, Geometry, KvCache, LogitsRows, SequenceStep, Step, StepContext,
+    host_logits, run_step,
+};
+use moe_engine::LoadOptions;
 use moe_quant::safetensors::SafeTensors;
 use moe_quant::{Format, QuantConfig, QuantGroup, Reader, dequantise};
 use moe_quantize::{FileFormat, Indivisible, Method, Settings};
@@ -87,4 +93,35 @@ pub fn error<T>(result: anyhow::Result<T>) -> String {
         Ok(_) => panic!("expected an error"),
         Err(error) => format!("{error:#}"),
     }
+}
+
+/// Loads a folder or a GGUF file as the engine does.
+pub fn loaded(path: &Path, dtype: DType) -> Box<dyn CausalLm> {
+    let checkpoint = Checkpoint::open(path).unwrap();
+    let model = model_families::ALL.parse(&checkpoint.config).unwrap();
+    let layout = model.layout(&Geometry::default(), &|name| checkpoint.has(name)).unwrap();
+    checkpoint.verify(&layout.tensors, model.ignored()).unwrap();
+    let view = checkpoint.rank_view(&layout.tensors, Vec::new());
+    let context =
+        BlockContext { quant: Some(std::sync::Arc::new(view.clone())), ..LoadOptions::default().context };
+    let options = LoadOptions { context, ..LoadOptions::default() };
+    model.load(&options, view.var_builder(dtype, &Device::Cpu)).unwrap().model
+}
+
+/// Returns the logits of all positions of a prompt of at most 64 tokens.
+pub fn logits_of(model: &dyn CausalLm, ids: &[u32]) -> Vec<f32> {
+    let mut ex = Exec::cpu();
+    let mut cache = KvCache::new_on(ex.device(), &model.info().states, 1, 64).unwrap();
+    let sequence = SequenceStep {
+        token_ids: ids,
+        start: 0,
+        prompt_len: ids.len(),
+        blocks: &[0],
+        logits: LogitsRows::All,
+        scored: &[],
+    };
+    let step = Step::new([sequence], 64).unwrap();
+    let logits = run_step(model, &step, &mut cache, None, &mut StepContext::default(), &mut ex).unwrap();
+    let logits = host_logits(model, &logits, &ex).unwrap();
+    logits.view().cpu::<f32>().unwrap().to_vec()
 }

@@ -3,12 +3,9 @@
 
 use std::path::Path;
 
-use candle_core::{DType, Device};
+use candle_core::DType;
 use candle_nn::var_builder::SimpleBackend;
-use model_runtime::{
-    BlockContext, CausalLm, Checkpoint, Exec, Geometry, KvCache, LogitsRows, SequenceStep, Step, StepContext,
-    host_logits, run_step,
-};
+use model_runtime::{CausalLm, Geometry};
 use moe_engine::LoadOptions;
 use moe_quant::QuantGroup;
 use moe_quantize::{
@@ -18,7 +15,7 @@ use moe_quantize::{
 use safetensors::Dtype;
 use safetensors::tensor::{TensorView, serialize};
 
-use crate::support::{bf16, bundled, json, repository, settings, tensors, weights};
+use crate::support::{bf16, bundled, json, loaded, logits_of, repository, settings, tensors, weights};
 
 /// The number of ids and the hidden size of the bundled model.
 const SHAPE: (usize, usize) = (2048, 256);
@@ -27,19 +24,6 @@ const EMBEDDING: &str = "model.embed_tokens.weight";
 fn with_head(format: FileFormat, bits: u8) -> Settings {
     let group = if bits == 8 { QuantGroup::Channel } else { QuantGroup::Size(32) };
     Settings { lm_head: true, indivisible: Indivisible::Channel, ..settings(format, bits, group) }
-}
-
-/// Loads the model as the engine does.
-fn loaded(dir: &Path, dtype: DType) -> Box<dyn CausalLm> {
-    let checkpoint = Checkpoint::open(dir.to_str().unwrap()).unwrap();
-    let model = model_families::ALL.parse(&checkpoint.config).unwrap();
-    let layout = model.layout(&Geometry::default(), &|name| checkpoint.has(name)).unwrap();
-    checkpoint.verify(&layout.tensors, model.ignored()).unwrap();
-    let view = checkpoint.rank_view(&layout.tensors, Vec::new());
-    let context =
-        BlockContext { quant: Some(std::sync::Arc::new(view.clone())), ..LoadOptions::default().context };
-    let options = LoadOptions { context, ..LoadOptions::default() };
-    model.load(&options, view.var_builder(dtype, &Device::Cpu)).unwrap().model
 }
 
 /// Loads the model with the floats that its integers mean.
@@ -53,20 +37,7 @@ fn dequantised(dir: &Path) -> Box<dyn CausalLm> {
 
 fn logits(model: &dyn CausalLm) -> Vec<f32> {
     let ids: Vec<u32> = (0..40).map(|i| (i * 37 + 11) % SHAPE.0 as u32).collect();
-    let mut ex = Exec::cpu();
-    let mut cache = KvCache::new_on(ex.device(), &model.info().states, 1, 64).unwrap();
-    let sequence = SequenceStep {
-        token_ids: &ids,
-        start: 0,
-        prompt_len: ids.len(),
-        blocks: &[0],
-        logits: LogitsRows::All,
-        scored: &[],
-    };
-    let step = Step::new([sequence], 64).unwrap();
-    let logits = run_step(model, &step, &mut cache, None, &mut StepContext::default(), &mut ex).unwrap();
-    let logits = host_logits(model, &logits, &ex).unwrap();
-    logits.view().cpu::<f32>().unwrap().to_vec()
+    logits_of(model, &ids)
 }
 
 /// Returns the largest difference of the logits, relative to the largest value of `want`.
