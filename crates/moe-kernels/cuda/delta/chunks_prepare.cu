@@ -27,7 +27,7 @@ struct Gates {
   __device__ __forceinline__ float between(int i, int j) const { return high[i] - high[j] + (low[i] - low[j]); }
 };
 
-struct Shared {
+struct alignas(16) Shared {
   union {
     struct {
       bf16 k[kRows][kStride], q[kRows][kStride];

@@ -49,7 +49,7 @@ struct Digits {
   }
 };
 
-struct Shared {
+struct alignas(16) Shared {
   Digits<kKeyDim> state;
   Digits<kRows> missing;   // R
   Digits<kRows> written;   // D
@@ -207,7 +207,7 @@ struct State {
 };
 
 __global__ void __launch_bounds__(kThreads, 2) delta_walk_chunks(const GatedDeltaArgs a, int first, int parts) {
-  __shared__ __align__(16) Shared shared;
+  __shared__ Shared shared;
   pdl_wait();
   const int column = static_cast<int>(blockIdx.x) % parts * kColumns;
   const int head = static_cast<int>(blockIdx.x) / parts % a.value_heads;
