@@ -1,5 +1,6 @@
 // Floats of 4 bits, E2M1, in a pack: MXFP4 (kFp4) has a scale for 32 columns of a row, NVFP4 (kNvfp4) for 16. This file
-// says how a word holds 8 codes and what the bytes of scales stand for. The host packs: src/quant/fp4.rs, fp4_scales.rs.
+// says how a word holds 8 codes and what the bytes of scales stand for. The host packs (src/quant/fp4.rs and
+// fp4_scales.rs).
 //
 // Scales multiply the weights and not their sums. The three bits of a magnitude, moved to the lowest bits of a bf16
 // exponent and the highest bit of its mantissa, are the number times 2^-126. It has to be multiplied by 2^126 anyway,
