@@ -40,8 +40,11 @@ impl Messages {
     pub fn send(&self, to: usize, message: &[u8]) -> Result<()> {
         let world = &self.0.0;
         world.check()?;
-        if let Err(Stop::Cause(cause)) = world.send(to, &Outgoing::Message(Vec::new()), message) {
-            world.lose(to, cause);
+        match world.send(to, &Outgoing::Message(Vec::new()), message) {
+            // What happens to the world after this does not concern the message.
+            Ok(()) => return Ok(()),
+            Err(Stop::Cause(cause)) => world.lose(to, cause),
+            Err(Stop::Failed) => {}
         }
         world.check()
     }

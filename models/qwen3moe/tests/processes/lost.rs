@@ -81,8 +81,9 @@ fn a_replica_ends_with_each_of_its_ranks() {
         signal_rank(&batch, "-KILL", rank);
         let said = ends_with(&batch, run, &want);
         let losses = losses(&said);
-        assert!(losses.len() == 1 && losses[0].contains(&format!("rank {rank} died")), "{said}");
-        assert!(losses[0].contains("goes on with 1 of 2 replicas"), "{said}");
+        assert!(losses.len() == 1 && losses[0].contains("goes on with 1 of 2 replicas"), "{said}");
+        // The end of the other rank may be noticed first.
+        assert!(["rank 2 died", "rank 3 died"].iter().any(|died| losses[0].contains(died)), "{said}");
     }
 }
 
