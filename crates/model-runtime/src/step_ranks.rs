@@ -79,6 +79,10 @@ pub trait StepRanks: Send + Sync {
         context: &mut StepContext,
     ) -> Result<Option<usize>>;
 
+    /// Whether other ranks take part in the steps: the ranks that follow this one, and ranks that share its experts.
+    /// They sample the same tokens, or agree with this rank on graphs.
+    fn shares_steps(&self) -> bool;
+
     /// Whether masks can reach every rank that records graphs together with this one. They cannot reach the ranks of
     /// other data-parallel groups.
     fn takes_masks(&self) -> bool;

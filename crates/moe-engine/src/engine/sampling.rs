@@ -85,8 +85,8 @@ impl DeviceSampler {
     }
 
     /// Whether the device can sample every token of a plan. If slots are needed for the first time, they are made here,
-    /// between steps, so that no step allocates. If other ranks sample the same tokens and agree on graphs (`ranks`),
-    /// no sequence may need slots or log-probabilities, which those ranks do not have, or masks that do not reach all
+    /// between steps, so that no step allocates. If other ranks (`ranks`) sample the same tokens or agree on graphs, no
+    /// sequence may need slots or log-probabilities, which those ranks do not have, or masks that do not reach all
     /// ranks.
     pub fn takes(
         &mut self,
@@ -113,6 +113,7 @@ impl DeviceSampler {
         let with_slots = sampled().any(|(s, position)| needs_slot(s, position));
         let with_logprobs = sampled().any(|(s, _)| s.sampling.logprobs.is_some());
         let with_masks = sampled().any(|(s, _)| s.has_mask());
+        let ranks = ranks.filter(|ranks| ranks.shares_steps());
         ranks.is_none_or(|ranks| !with_slots && !with_logprobs && (!with_masks || ranks.takes_masks()))
             && (!with_slots || self.has_slots(ex))
             && (!with_masks || self.has_masks(ex))

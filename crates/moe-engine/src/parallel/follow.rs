@@ -170,7 +170,8 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use model_runtime::{
-        LogitsOut, LogitsRows, Observer, ParallelGroups, SequenceStep, Step, StepContext, StepViews,
+        LogitsOut, LogitsRows, Observer, ParallelGroups, SequenceStep, Step, StepContext, StepRanks,
+        StepViews,
     };
     use moe_comm::{Collectives, Communicator, ParallelConfig, ReduceOp, ThreadComm};
     use moe_layer::ExpertTraffic;
@@ -214,9 +215,8 @@ mod tests {
         }
     }
 
-    /// A group of two ranks; the second, on a thread of its own, may fail.
-    fn group(fails: Option<fn() -> Result<()>>) -> LocalRanks {
-        let parallel = ParallelConfig { tp: 2, ..ParallelConfig::default() };
+    /// Two ranks, of which the second may fail.
+    fn two_ranks(parallel: ParallelConfig, fails: Option<fn() -> Result<()>>) -> [Rank; 2] {
         let info = small_model(8);
         let ranks = std::thread::scope(|scope| {
             let threads = ThreadComm::world(2).into_iter().enumerate().map(|(rank, comm)| {
@@ -232,7 +232,12 @@ mod tests {
             let threads: Vec<_> = threads.collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
         });
-        let [first, second] = <[Rank; 2]>::try_from(ranks).map_err(|_| "two ranks").unwrap();
+        <[Rank; 2]>::try_from(ranks).map_err(|_| "two ranks").unwrap()
+    }
+
+    /// A group of two ranks; the second, on a thread of its own, may fail.
+    fn group(fails: Option<fn() -> Result<()>>) -> LocalRanks {
+        let [first, second] = two_ranks(ParallelConfig { tp: 2, ..ParallelConfig::default() }, fails);
         LocalRanks::new(first, vec![(second, Exec::cpu().with_threads(1).unwrap())]).unwrap()
     }
 
@@ -261,6 +266,25 @@ mod tests {
         assert_eq!(run(&ranks, &[7], 2, &mut kv).unwrap(), 2.0 * (7.0 + 200.0 + 20_000.0 + 2e6));
         let mut kv = KvCache::new(states, 3, 4).unwrap();
         assert_eq!(run(&ranks, &[7], 2, &mut kv).unwrap(), 2.0 * (7.0 + 200.0 + 30_000.0 + 2e6));
+    }
+
+    #[test]
+    fn replicas_that_share_no_experts_sample_alone() {
+        let parallel = |tp, dp, enable_expert_parallel| ParallelConfig {
+            tp,
+            dp,
+            enable_expert_parallel,
+            ..ParallelConfig::default()
+        };
+        let asks = |parallel| {
+            let [first, _] = two_ranks(parallel, None);
+            let ranks = LocalRanks::with_followers(first, Followers::nobody());
+            (ranks.shares_steps(), ranks.takes_masks())
+        };
+        assert_eq!(asks(parallel(1, 2, false)), (false, true));
+        assert_eq!(asks(parallel(1, 2, true)), (true, false));
+        assert_eq!(asks(parallel(2, 1, false)), (true, true));
+        assert_eq!(asks(parallel(2, 1, true)), (true, true));
     }
 
     #[test]

@@ -124,8 +124,14 @@ impl StepRanks for LocalRanks {
         begun.map_err(|e| self.first.failed(e))
     }
 
+    fn shares_steps(&self) -> bool {
+        let geometry = &self.first.geometry;
+        geometry.tp_size > 1 || geometry.ep_size > 1
+    }
+
     fn takes_masks(&self) -> bool {
-        self.first.geometry.dp_size == 1
+        // Groups that do not share their experts record their graphs alone.
+        self.first.geometry.dp_size == 1 || self.first.geometry.ep_size == 1
     }
 
     fn tell_masks(&self, masks: &[u32]) -> Result<()> {
