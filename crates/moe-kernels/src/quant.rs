@@ -36,7 +36,7 @@ pub(crate) use columns::{BLOCK, Block, Columns, STEP};
 #[cfg(feature = "cuda")]
 pub(crate) use matrix::check_matrices;
 pub use matrix::{QuantMatrix, QuantUse};
-pub(crate) use packed::ScalesView;
+pub(crate) use packed::{GroupScales, ScalesView, SharedView};
 #[cfg(feature = "cuda")]
 pub(crate) use slot::ACT_ORDER;
 pub use source::{Opened, QuantSource};

@@ -43,6 +43,8 @@ pub struct QuantMatrix {
     pub(crate) scheme: QuantScheme,
     pub(crate) usage: QuantUse,
     pub(crate) parts: Vec<Part>,
+    /// How many scales a panel has, which units ask for more often than they should divide.
+    pub(super) scale_counts: ScaleCounts,
     pub(crate) packed: Packed,
 }
 
@@ -176,25 +178,20 @@ impl QuantMatrix {
         &self.packed.q[self.parts[e].first + panel * len..][..len]
     }
 
-    /// How many scales a panel has.
-    pub(super) fn scale_counts(&self) -> ScaleCounts {
-        ScaleCounts::new(self.scheme, self.width)
-    }
-
     /// The scales of a panel.
     pub(crate) fn panel_scales(&self, e: usize, panel: usize) -> ScalesView<'_> {
-        self.packed.scales.panel(e * self.panels() + panel, self.scale_counts())
+        self.packed.scales.panel(e * self.panels() + panel, self.scale_counts)
     }
 
     /// The minima of a panel, of schemes that have them.
     pub(crate) fn panel_minima(&self, e: usize, panel: usize) -> Option<ScalesView<'_>> {
         let minima = &self.packed.minima;
-        (!minima.is_empty()).then(|| minima.panel(e * self.panels() + panel, self.scale_counts()))
+        (!minima.is_empty()).then(|| minima.panel(e * self.panels() + panel, self.scale_counts))
     }
 
     /// The zero points of a panel, [groups, 16]; none where all are the middle.
     pub(crate) fn panel_zeros(&self, e: usize, panel: usize) -> &[u8] {
-        let len = self.scale_counts().groups;
+        let len = self.scale_counts.groups;
         let first = (e * self.panels() + panel) * len;
         self.packed.zeros.get(first..first + len).unwrap_or_default()
     }

@@ -41,8 +41,7 @@ pub(crate) struct SharedScales<T> {
     pub shift: u32,
 }
 
-/// The scales of a panel. Kernels ask for their type once in a block of columns, so that they are not compiled for
-/// each.
+/// The scales of a panel.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum ScalesView<'a> {
     F16(&'a [f16]),
@@ -137,8 +136,9 @@ impl<T: Float> SharedScales<T> {
 }
 
 impl<'a, T: Float> SharedView<'a, T> {
+    /// Prefetches both levels of a group of the panel that comes `panels` after this one.
     #[inline(always)]
-    fn ask<S: Simd>(self, s: S, group: usize, panels: usize) {
+    fn ask_both<S: Simd>(self, s: S, group: usize, panels: usize) {
         s.prefetch(self.factors.as_ptr().wrapping_add(group * LANES + panels * self.factors.len()));
         let at = (group >> self.shift) * LANES;
         s.prefetch(self.shared.as_ptr().wrapping_add(at + panels * self.shared.len()));
@@ -146,50 +146,90 @@ impl<'a, T: Float> SharedView<'a, T> {
 
     /// The factors of a group, and what it shares.
     #[inline(always)]
-    fn group(self, group: usize) -> (&'a [u8; LANES], &'a [T; LANES]) {
+    fn both(self, group: usize) -> (&'a [u8; LANES], &'a [T; LANES]) {
         (&self.factors.as_chunks().0[group], &self.shared.as_chunks().0[group >> self.shift])
     }
 
     /// Factor and shared float of one row.
     fn one(self, group: usize, lane: usize) -> (u8, f32) {
-        let (factors, shared) = self.group(group);
+        let (factors, shared) = self.both(group);
         (factors[lane], shared[lane].widen())
     }
 }
 
-impl ScalesView<'_> {
+/// Scales of a panel, as kernels read them.
+pub(crate) trait GroupScales<'a>: Copy {
+    /// The scales, if they are of this type.
+    fn of(scales: ScalesView<'a>) -> Option<Self>;
     /// Prefetches the scales of a group of the panel that comes `panels` after this one.
+    fn ask<S: Simd>(self, s: S, group: usize, panels: usize);
+    /// The scales of a group of a panel. Products of an integer and an f16 are exact, others are rounded to f32.
+    fn group<S: Simd>(self, s: S, group: usize) -> S::V;
+}
+
+impl<'a> GroupScales<'a> for &'a [f16] {
     #[inline(always)]
-    pub(crate) fn ask<S: Simd>(self, s: S, group: usize, panels: usize) {
+    fn of(scales: ScalesView<'a>) -> Option<Self> {
+        if let ScalesView::F16(scales) = scales { Some(scales) } else { None }
+    }
+    #[inline(always)]
+    fn ask<S: Simd>(self, s: S, group: usize, panels: usize) {
+        s.prefetch(self.as_ptr().wrapping_add(group * LANES + panels * self.len()));
+    }
+    #[inline(always)]
+    fn group<S: Simd>(self, s: S, group: usize) -> S::V {
+        s.load_f16(&self.as_chunks().0[group])
+    }
+}
+
+impl<'a> GroupScales<'a> for SharedView<'a, f16> {
+    #[inline(always)]
+    fn of(scales: ScalesView<'a>) -> Option<Self> {
+        if let ScalesView::Levels(levels) = scales { Some(levels) } else { None }
+    }
+    #[inline(always)]
+    fn ask<S: Simd>(self, s: S, group: usize, panels: usize) {
+        self.ask_both(s, group, panels);
+    }
+    #[inline(always)]
+    fn group<S: Simd>(self, s: S, group: usize) -> S::V {
+        let (factors, shared) = self.both(group);
+        s.mul(s.load_f16(shared), s.ints(s.widen_signed(factors)))
+    }
+}
+
+/// Scales of a type that is asked for in each block of columns, so that kernels are not compiled for each.
+impl<'a> GroupScales<'a> for ScalesView<'a> {
+    #[inline(always)]
+    fn of(scales: ScalesView<'a>) -> Option<Self> {
+        Some(scales)
+    }
+    #[inline(always)]
+    fn ask<S: Simd>(self, s: S, group: usize, panels: usize) {
         match self {
-            Self::F16(scales) => {
-                s.prefetch(scales.as_ptr().wrapping_add(group * LANES + panels * scales.len()))
-            }
+            Self::F16(scales) => scales.ask(s, group, panels),
             Self::F32(scales) => {
                 s.prefetch(scales.as_ptr().wrapping_add(group * LANES + panels * scales.len()))
             }
             Self::Levels(levels) => levels.ask(s, group, panels),
-            Self::Fp8(levels) => levels.ask(s, group, panels),
+            Self::Fp8(levels) => levels.ask_both(s, group, panels),
         }
     }
-
-    /// The scales of a group of a panel. Products of an integer and an f16 are exact, others are rounded to f32.
     #[inline(always)]
-    pub(crate) fn group<S: Simd>(self, s: S, group: usize) -> S::V {
+    fn group<S: Simd>(self, s: S, group: usize) -> S::V {
         match self {
-            Self::F16(scales) => f16::load_some(s, &scales[group * LANES..][..LANES]),
+            Self::F16(scales) => scales.group(s, group),
             Self::F32(scales) => f32::load_some(s, &scales[group * LANES..][..LANES]),
-            Self::Levels(levels) => {
-                let (factors, shared) = levels.group(group);
-                s.mul(s.load_f16(shared), s.ints(s.widen_signed(factors)))
-            }
+            Self::Levels(levels) => levels.group(s, group),
             Self::Fp8(levels) => {
-                let (factors, shared) = levels.group(group);
+                let (factors, shared) = levels.both(group);
                 s.mul(s.load(shared), s.e4m3(s.widen_bytes(factors)))
             }
         }
     }
+}
 
+impl ScalesView<'_> {
     /// The scale of one row.
     pub(crate) fn one(self, group: usize, lane: usize) -> f32 {
         let at = group * LANES + lane;

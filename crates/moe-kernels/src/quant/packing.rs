@@ -8,7 +8,7 @@ use candle_core::{Result, bail};
 use rayon::prelude::*;
 
 use super::matrix::{Part, QuantMatrix, QuantUse, check_matrices, panels};
-use super::packed::{Packed, Scales};
+use super::packed::{Packed, ScaleCounts, Scales};
 use super::places::{put_step, step_bytes};
 use super::scale_lines::{Buffer, Lines, RowScales};
 use super::{Columns, LogicalRows, QuantRows, STEP};
@@ -54,8 +54,15 @@ impl QuantMatrix {
             parts.push(Part { columns, first });
             first += bytes;
         }
-        let mut matrix =
-            Self { dims: [matrices.len(), n, k], width, scheme, usage, parts, packed: Packed::default() };
+        let mut matrix = Self {
+            dims: [matrices.len(), n, k],
+            width,
+            scheme,
+            usage,
+            parts,
+            scale_counts: ScaleCounts::new(scheme, width),
+            packed: Packed::default(),
+        };
         matrix.packed = pack(&matrix, matrices, first, ex)?;
         Ok(matrix)
     }
@@ -82,7 +89,7 @@ fn pack_as<C: Float>(
     held: fn(Vec<C>) -> Scales,
 ) -> Result<Option<Packed>> {
     let panels = to.panels();
-    let scale_counts = to.scale_counts();
+    let scale_counts = to.scale_counts;
     let all = matrices.len() * panels;
     let mut q = vec![0; bytes];
     let mut scales = Buffer::<C>::new(to.scheme, all, scale_counts);

@@ -78,7 +78,7 @@ impl QuantMatrix {
 
     /// How many scales an expert has.
     fn counts_of_expert(&self) -> ScaleCounts {
-        let panel = self.scale_counts();
+        let panel = self.scale_counts;
         ScaleCounts { groups: self.panels() * panel.groups, shared: self.panels() * panel.shared }
     }
 }

@@ -11,7 +11,7 @@ use crate::cpu::simd::{LANES, Lanes, Simd};
 use crate::cpu::tile::{Ahead, Shape, Tile, UNIT, UnitSums};
 use crate::cpu::{Kernel, dispatch};
 use crate::exec::CpuIsa;
-use crate::quant::{Block, Columns, QuantMatrix, STEP, ScalesView};
+use crate::quant::{Block, Columns, GroupScales, QuantMatrix, STEP, ScalesView};
 use crate::scheme::Codes;
 
 /// The form; see the module.

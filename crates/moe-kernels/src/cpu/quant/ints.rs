@@ -13,17 +13,18 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::block::{Tile, integer_sums, weights};
 use super::fixed::{PackPairs, PackRows, put_pairs};
-use super::form::{Form, PREFETCH, Rows, Unit};
+use super::form::{Form, Rows, Unit};
 #[cfg(target_arch = "x86_64")]
 use super::matrix_registers;
-use super::panel::{Ints, Panel, STEP_WORDS, TAIL, step};
+use super::panel::{Ints, Panel, STEP_WORDS, TAIL};
 use super::quants::{Quants, with_quants};
-use super::{one_row, unpacked};
+use super::{one_row, row, unpacked};
 use crate::cpu::simd::{LANES, Lanes, Simd};
 use crate::cpu::tile::{Shape, UNIT, UnitSums, with_rows};
 use crate::cpu::{Kernel, dispatch, dispatch_ints};
-use crate::quant::{Block, Columns};
+use crate::quant::{Block, Columns, GroupScales};
 
 /// The blocks of some segments.
 fn blocks<'a>(columns: &'a Columns, segments: &Range<usize>) -> &'a [Block] {
@@ -174,22 +175,6 @@ impl Ints<'_> {
     }
 }
 
-/// A tile of rows of x times one or two panels.
-struct Tile<'a, Q> {
-    panels: [Panel<'a>; 2],
-    /// Panels that are there.
-    count: usize,
-    /// The first one's place in the unit.
-    vector: usize,
-    /// Panels from one to that which is likely to be multiplied after it.
-    next: usize,
-    columns: &'a Columns,
-    segments: Range<usize>,
-    x: &'a [u32],
-    out: &'a mut [UnitSums],
-    quants: PhantomData<Q>,
-}
-
 impl<Q: Quants> Kernel for Tile<'_, Q> {
     type Output = ();
 
@@ -207,6 +192,9 @@ impl<Q: Quants> Kernel for Tile<'_, Q> {
 fn tile<S: Simd, Q: Quants, const M: usize, const N: usize>(s: S, mut t: Tile<Q>) {
     if M > S::DIRECT_ROWS || M > Q::DIRECT_ROWS || N > S::TILE_VECTORS {
         return; // Never taken; keeps tiles that this path does not use out of the binary.
+    }
+    if M == 1 {
+        return row::tile::<S, Q, N>(s, t);
     }
     let Some((out, _)) = std::mem::take(&mut t.out).split_first_chunk_mut::<M>() else { return };
     let mut x = t.x;
@@ -251,45 +239,8 @@ fn block_sums<S: Simd, Q: Quants, const M: usize, const N: usize>(
             }
         }
     }
-    let at = block.step * Q::STEP_BYTES;
-    let bytes = block.steps() * Q::STEP_BYTES;
-    // Panels side by side share the distance at which weights are asked for.
-    let ahead = PREFETCH / N;
-    let is_in_panel = at + ahead < t.panels[0].q.len();
-    let ahead = if is_in_panel { ahead } else { ahead + (t.next - 1) * t.panels[0].q.len() };
-    let mut q = [&t.panels[0].q[at..][..bytes]; N];
-    for n in 1..N {
-        q[n] = &t.panels[n].q[at..][..bytes];
-    }
-    let x = ints.as_chunks::<M>().0.as_chunks::<STEP_WORDS>().0;
-    if M == 1 && one_row::fits::<S, Q>() {
-        one_row::add::<S, Q, M, N>(s, &q, x, ahead, &mut acc);
-    } else {
-        // A few sums in wide registers would wait for each other: odd pairs have sums of their own.
-        let apart = S::TILE_VECTORS == 2 && M <= 2;
-        let mut odd = [[s.splat_word(0); N]; M];
-        for (i, x) in x.iter().enumerate() {
-            let mut w = [[s.splat_word(0); STEP_WORDS]; N];
-            for n in 0..N {
-                w[n] = Q::pairs(s, step::<S, Q>(s, q[n], i, ahead));
-            }
-            for j in 0..STEP_WORDS {
-                let acc = if apart && j % 2 == 1 { &mut odd } else { &mut acc };
-                for m in 0..M {
-                    for n in 0..N {
-                        acc[m][n] = s.dot_i16(acc[m][n], x[j][m], w[n][j]);
-                    }
-                }
-            }
-        }
-        if apart {
-            for m in 0..M {
-                for n in 0..N {
-                    acc[m][n] = s.add_words(acc[m][n], odd[m][n]);
-                }
-            }
-        }
-    }
+    let (q, ahead) = weights::<Q, N>(t, block);
+    integer_sums::<S, Q, M, N>(s, &q, ints, ahead, &mut acc);
     for n in 0..N {
         t.panels[n].scales.ask(s, block.group, t.next);
         let scale = t.panels[n].scale::<S, Q>(s, block.group);

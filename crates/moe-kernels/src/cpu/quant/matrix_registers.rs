@@ -17,7 +17,7 @@ use crate::cpu::tile::{CACHE_LINE, UNIT, UnitSums};
 use crate::cpu::units::even_parts;
 use crate::cpu::{Kernel, dispatch};
 use crate::exec::CpuIsa;
-use crate::quant::{BLOCK, Block, Columns, STEP};
+use crate::quant::{BLOCK, Block, Columns, GroupScales, STEP};
 
 /// Rows of x of a tile.
 pub(super) const ROWS: usize = LANES;

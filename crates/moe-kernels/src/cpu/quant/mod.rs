@@ -17,6 +17,7 @@
 //! Work is cut as in [`super::gemm`]: rows of x are packed in waves, and a task is a unit of 32 rows of w for one piece
 //! of the rows of x.
 
+mod block;
 mod fixed;
 mod floats;
 mod form;
@@ -26,6 +27,7 @@ mod matrix_registers;
 mod one_row;
 mod panel;
 mod quants;
+mod row;
 mod shift;
 mod stacked;
 mod unpacked;

@@ -7,7 +7,7 @@ use crate::codes::IntBook;
 use crate::cpu::simd::{LANES, Simd};
 use crate::cpu::tile::CACHE_LINE;
 use crate::exec::CpuIsa;
-use crate::quant::{QuantMatrix, STEP, ScalesView};
+use crate::quant::{GroupScales, QuantMatrix, STEP, ScalesView};
 use crate::scheme::{Codes, QuantScheme};
 
 /// Words that follow the integers of a block: its scale, and minus the sum of its integers. With minima, which
@@ -68,6 +68,15 @@ impl Panel<'_> {
         match self.zeros.get(group * LANES..).and_then(|z| z.first_chunk()) {
             Some(zeros) => s.widen_bytes(zeros),
             None => s.splat_word(self.middle),
+        }
+    }
+
+    /// The zero points of a group times an integer.
+    #[inline(always)]
+    pub(super) fn zero_times<S: Simd>(&self, s: S, group: usize, x: u32) -> S::Raw {
+        match self.zeros.is_empty() {
+            true => s.splat_word(self.middle.wrapping_mul(x)),
+            false => s.mul_words(self.zero(s, group), s.splat_word(x)),
         }
     }
 

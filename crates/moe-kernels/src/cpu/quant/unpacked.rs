@@ -15,7 +15,7 @@ use crate::cpu::simd::{LANES, Simd};
 use crate::cpu::tile::{CACHE_LINE, Shape, UNIT, UnitSums, with_rows};
 use crate::cpu::units::even_parts;
 use crate::cpu::{Kernel, dispatch, dispatch_ints};
-use crate::quant::Block;
+use crate::quant::{Block, GroupScales};
 
 /// A unit of matrix `e` times packed rows of x.
 pub(super) fn unit<Q: Quants>(ints: &Ints, e: usize, unit: Unit, x: Rows, sums: &mut [UnitSums]) {
