@@ -1,5 +1,6 @@
 //! Products and expert layers by their definition in f64, and the distance of results from it.
 
+use moe_kernels::Activation;
 use moe_kernels::half::bf16;
 use rayon::prelude::*;
 
@@ -23,12 +24,45 @@ fn dot(x: &[f32], w: &[f32]) -> f64 {
 /// How a product changes its rows of bf16 before it multiplies them.
 pub type Operand = fn(&[f32]) -> Vec<f32>;
 
-/// SwiGLU experts in floats.
+/// Experts in floats.
 #[derive(Debug)]
 pub struct Experts {
     pub hidden: usize,
     /// For each expert: the gate and up rows [2I, H], and down [H, I].
     pub weights: Vec<[Vec<f32>; 2]>,
+    pub epilogue: Epilogue,
+}
+
+/// What experts compute in addition to their products.
+#[derive(Debug)]
+pub struct Epilogue {
+    /// For each expert: the biases of gate and up [2I] and of down [H]. Those that are missing are empty.
+    pub biases: Vec<[Vec<f32>; 2]>,
+    pub activation: Activation,
+}
+
+impl Epilogue {
+    /// SwiGLU without biases.
+    pub const PLAIN: Self = Self { biases: Vec::new(), activation: Activation::SwiGlu };
+
+    /// Adds the biases of an expert's product.
+    fn add(&self, expert: usize, product: usize, sums: &mut [f64]) {
+        if let Some(biases) = self.biases.get(expert) {
+            sums.iter_mut().zip(&biases[product]).for_each(|(sum, bias)| *sum += f64::from(*bias));
+        }
+    }
+
+    fn activate(&self, gate: f64, up: f64) -> f64 {
+        match self.activation {
+            Activation::SwiGlu => gate / (1.0 + (-gate).exp()) * up,
+            Activation::SwiGluOai { alpha, limit } => {
+                let [alpha, limit] = [alpha, limit].map(f64::from);
+                let gate = gate.min(limit);
+                gate / (1.0 + (-alpha * gate).exp()) * (up.clamp(-limit, limit) + 1.0)
+            }
+            other => panic!("{other:?} has no definition here"),
+        }
+    }
 }
 
 impl Experts {
@@ -39,11 +73,16 @@ impl Experts {
         let x = operand(x);
         let top_k = (ids.len() * hidden).checked_div(x.len()).unwrap_or(1).max(1);
         let slot = |(slot, id): (usize, &u32)| {
-            let [gate_up, down] = self.weights.get(*id as usize)?;
-            let both = product(&x[slot / top_k * hidden..][..hidden], gate_up, hidden);
+            let expert = *id as usize;
+            let [gate_up, down] = self.weights.get(expert)?;
+            let mut both = product(&x[slot / top_k * hidden..][..hidden], gate_up, hidden);
+            self.epilogue.add(expert, 0, &mut both);
             let (gate, up) = both.split_at(both.len() / 2);
-            let act = gate.iter().zip(up).map(|(g, u)| bf16::from_f64(g / (1.0 + (-g).exp()) * u).to_f32());
-            Some(product(&operand(&act.collect::<Vec<_>>()), down, gate.len()))
+            let act =
+                gate.iter().zip(up).map(|(g, u)| bf16::from_f64(self.epilogue.activate(*g, *u)).to_f32());
+            let mut row = product(&operand(&act.collect::<Vec<_>>()), down, gate.len());
+            self.epilogue.add(expert, 1, &mut row);
+            Some(row)
         };
         let rows: Vec<Option<Vec<f64>>> = ids.par_iter().enumerate().map(slot).collect();
         let mut out = vec![0.0; x.len()];

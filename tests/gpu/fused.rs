@@ -44,6 +44,7 @@ impl Step<'_> {
             inter: self.packs.inter,
             quant: w13.quantisation().zip(w2.quantisation()).map(Into::into),
             passes: 1,
+            epilogue: self.packs.epilogue_call(),
         }
     }
 
@@ -87,6 +88,7 @@ impl Step<'_> {
             lists: lists
                 .as_ref()
                 .map(|[counts, slots]| ExpertLists { counts: counts.view(), slots: slots.view() }),
+            epilogue: self.packs.epilogue(),
         };
         let mut out = p.out(dtype, self.x.dims());
         fused_experts_into(&args, out.view_mut(), &mut p.ex).unwrap();
@@ -233,7 +235,7 @@ fn check_rows(
 
 /// The number of multiplications of a case, by which small cases are chosen. Cases of 8 experts are always chosen; they
 /// fill every ring of stages.
-fn work((_, [experts, top_k, hidden, inter], tokens): &Case) -> usize {
+pub fn work((_, [experts, top_k, hidden, inter], tokens): &Case) -> usize {
     if *experts == 8 { 0 } else { tokens * top_k * hidden * inter }
 }
 

@@ -60,6 +60,19 @@ impl Case {
         self.rows.dims()[0]
     }
 
+    /// The same gate for some of the rows.
+    pub fn of_rows(&self, first: usize, count: usize) -> Self {
+        let all = |b: &Buffer| cut(b, 0, b.dims()[0]);
+        Self {
+            rows: cut(&self.rows, first, count),
+            gate: all(&self.gate),
+            gate_bias: all(&self.gate_bias),
+            correction: all(&self.correction),
+            forced: None,
+            ..*self
+        }
+    }
+
     /// Forces random choices on every row but each third one, which is free; one slot of row 1 is absent. With weights
     /// of an even spread, all rows are forced.
     pub fn force(&mut self, rng: &mut Rng, weights: ForcedWeights) {
@@ -102,7 +115,7 @@ impl Case {
         let forced = self.forced.as_ref().map(|(ids, weights)| (p.put(ids), *weights));
         let gate = Gate {
             weight: gate.view(),
-            bias: self.rule.biased.then(|| gate_bias.view()),
+            bias: self.rule.has_gate_bias.then(|| gate_bias.view()),
             correction_bias: self.rule.biased.then(|| correction.view()),
             top_k: self.top_k,
             shared: self.shared,
@@ -177,7 +190,7 @@ impl Case {
         let mut weights = Vec::new();
         let gate = self.gate.view().to_f32_vec().unwrap();
         let mut logits = product(rows, &gate, self.rows.dims()[1]);
-        if self.rule.biased {
+        if self.rule.has_gate_bias {
             let bias = self.gate_bias.view().to_f32_vec().unwrap();
             logits.iter_mut().enumerate().for_each(|(i, x)| *x += f64::from(bias[i % self.experts]));
         }

@@ -5,7 +5,9 @@ use candle_core::DType;
 use moe_kernels::cuda::{MonolithicExperts, monolithic_experts_into};
 use moe_kernels::half::bf16;
 use moe_kernels::plan::{ExpertsCall, Form, Fusion, MonolithicCall, MonolithicForm};
-use moe_kernels::{Buffer, ForcedWeights, NO_EXPERT, PreNorm, QuantGroup, QuantScheme, SublayerIo};
+use moe_kernels::{
+    Activation, Buffer, ForcedWeights, NO_EXPERT, PreNorm, QuantGroup, QuantScheme, SublayerIo,
+};
 
 use crate::common::*;
 use crate::definition::{product, relative_error};
@@ -47,6 +49,7 @@ impl<'a> Layer<'a> {
             inter: self.packs.inter,
             quant: w13.quantisation().zip(w2.quantisation()).map(Into::into),
             passes: 1,
+            epilogue: self.packs.epilogue_call(),
         };
         let fusion = if self.gain.is_some() { Fusion::NormAdd } else { Fusion::Nothing };
         let call = MonolithicCall { experts, dtype: DType::BF16, fusion };
@@ -67,7 +70,8 @@ impl<'a> Layer<'a> {
         let chosen = self.case.with_gate(is_watched, &mut p, |gate, p| {
             let w13 = w13.view().unwrap();
             let w2 = w2.view().unwrap();
-            let args = MonolithicExperts { gate, w13, w2, expert_map: view_of(&map) };
+            let epilogue = self.packs.epilogue();
+            let args = MonolithicExperts { gate, w13, w2, expert_map: view_of(&map), epilogue };
             let io = match (&gain, &x) {
                 (Some(gain), _) => SublayerIo::NormAdd {
                     norm: PreNorm { weight: gain.view(), eps: EPS },
@@ -134,6 +138,27 @@ impl<'a> Layer<'a> {
         self.assert_sums(&what, &ids, &weights, &got);
         assert_same(&format!("{what}, not watched"), &got, &self.run(false).1);
         got
+    }
+}
+
+impl Layer<'_> {
+    /// Fails unless each token of this layer of four, which adds, has the same bits with fewer neighbours.
+    fn check_parts(&self, what: &str) {
+        let gain = self.gain.as_ref().unwrap();
+        let all = self.check(&format!("{what}: four tokens"));
+        for (start, end) in [(0, 1), (3, 4), (0, 2), (2, 4), (1, 4)] {
+            let part = Layer {
+                case: self.case.of_rows(start, end - start),
+                packs: self.packs,
+                gain: Some(cut(gain, 0, gain.dims()[0])),
+                map: None,
+            };
+            assert_same(
+                &format!("{what}: tokens {start} to {end}"),
+                &cut(&all, start, end - start),
+                &part.run(false).1,
+            );
+        }
     }
 }
 
@@ -213,6 +238,50 @@ fn one_launch_routes_by_every_rule() {
     }
 }
 
+/// Experts with biases, the clamped activation, or both; the rule of gpt-oss and the other ones.
+#[test]
+fn one_launch_computes_experts_with_biases() {
+    let mut rng = Rng::new();
+    let oai = Activation::SwiGluOai { alpha: 1.702, limit: 7.0 };
+    let sizes: [Sizes; 5] = [
+        ([8, 2], [64, 64]),
+        ([32, 4], [320, 192]),
+        ([150, 4], [576, 448]),
+        ([8, 8], [2048, 768]),
+        ([6, 4], [2880, 2880]),
+    ];
+    for (at, ([experts, top_k], dims)) in
+        small(sizes, 200_000, |(experts, dims)| if experts[0] == 8 { 0 } else { dims[0] * dims[1] })
+            .into_iter()
+            .enumerate()
+    {
+        let biased = [[true, true], [true, false], [false, true]][at % 3];
+        let activation = if at == 3 { Activation::SwiGlu } else { oai };
+        let packs = Packs::new(&mut rng, experts, dims, None).with_epilogue(&mut rng, biased, activation);
+        for tokens in (1..=4).filter(|tokens| tokens * top_k <= 32) {
+            for is_stored in [false, true] {
+                let sizes = [tokens, experts, top_k];
+                Layer::new(&mut rng, Rule::gpt_oss(), sizes, &packs, is_stored).check("the rule of gpt-oss");
+            }
+        }
+        for rule in Rule::all() {
+            Layer::new(&mut rng, rule, [2, experts, top_k], &packs, false).check(&format!("{rule:?}"));
+        }
+        let mut forced = Layer::new(&mut rng, Rule::gpt_oss(), [4, experts, top_k], &packs, true);
+        forced.case.force(&mut rng, ForcedWeights::OfForced);
+        forced.check("forced");
+        // Every other expert is on another rank.
+        let here = experts.div_ceil(2);
+        let some = Packs::new(&mut rng, here, dims, None).with_epilogue(&mut rng, biased, activation);
+        let slot = |id: usize| if id.is_multiple_of(2) { (here - 1 - id / 2) as i32 } else { -1 };
+        let mut mapped = Layer::new(&mut rng, Rule::gpt_oss(), [4, experts, top_k], &some, false);
+        mapped.map = Some((0..experts).map(slot).collect());
+        mapped.check("half elsewhere");
+        let whole = Layer::new(&mut rng, Rule::gpt_oss(), [4, experts, top_k], &packs, false);
+        whole.check_parts("biases");
+    }
+}
+
 /// A softmax over a NaN chooses nothing. Other scores choose among the experts without a NaN, which are fewer than a
 /// token may have.
 #[test]
@@ -252,17 +321,6 @@ fn a_token_of_one_launch_does_not_depend_on_its_neighbours() {
     for (scheme, ([experts, top_k], dims)) in layers() {
         let packs = Packs::new(&mut rng, experts, dims, scheme);
         let whole = Layer::new(&mut rng, Rule::all()[0], [4, experts, top_k], &packs, false);
-        let all = whole.check("four tokens");
-        for (start, end) in [(0, 1), (3, 4), (0, 2), (2, 4), (1, 4)] {
-            let mut part = Layer::new(&mut rng, Rule::all()[0], [end - start, experts, top_k], &packs, false);
-            part.case.rows = cut(&whole.case.rows, start, end - start);
-            part.case.gate = cut(&whole.case.gate, 0, experts);
-            part.gain = whole.gain.as_ref().map(|gain| cut(gain, 0, dims[0]));
-            assert_same(
-                &format!("{scheme:?}: tokens {start} to {end}"),
-                &cut(&all, start, end - start),
-                &part.run(false).1,
-            );
-        }
+        whole.check_parts(&format!("{scheme:?}"));
     }
 }

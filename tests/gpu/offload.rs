@@ -6,7 +6,9 @@ use model_families::qwen3_moe;
 use model_runtime::{CausalLm, Config, Decoder, DummyWeights, Geometry};
 use moe_engine::engine::{Engine, EngineConfig};
 use moe_engine::{LoadOptions, ModelSpec};
-use moe_kernels::cuda::{ExpertSlots, FusedExperts, fused_experts_into, slotted_experts_into};
+use moe_kernels::cuda::{
+    ExpertEpilogue, ExpertSlots, FusedExperts, fused_experts_into, slotted_experts_into,
+};
 use moe_kernels::{Buffer, Exec, NO_EXPERT, QuantGroup, QuantScheme, Residency, Weight, max_passes};
 use moe_layer::{BlockContext, MoePath};
 
@@ -45,6 +47,7 @@ fn layer(
         topk_weights: topk_weights.view(),
         expert_map: None,
         lists: None,
+        epilogue: ExpertEpilogue::PLAIN,
     };
     let mut out = ex.buffer_from_host(poisoned(DType::F32, x.dims()).view()).unwrap();
     match slots {

@@ -1,16 +1,20 @@
 //! Random experts on the GPU, in bf16 or quantised, with the values of their weights, and random routings.
 
 use candle_core::DType;
+use moe_kernels::cuda::ExpertEpilogue;
+use moe_kernels::plan::EpilogueCall;
 use moe_kernels::quant::QuantUse;
-use moe_kernels::{NO_EXPERT, QuantScheme, Weight, row_parallel_segments};
+use moe_kernels::{Activation, Buffer, NO_EXPERT, QuantScheme, Weight, row_parallel_segments};
 
 use crate::common::*;
-use crate::definition::Experts;
+use crate::definition::{Epilogue, Experts};
 use crate::quant::matrices::{Matrix, Source};
 
 /// Packs of gate and up, and of down.
 pub struct Packs {
     pub weights: [Weight; 2],
+    /// Biases of both products on the GPU.
+    pub biases: [Option<Buffer>; 2],
     pub meaning: Experts,
     pub inter: usize,
 }
@@ -37,7 +41,44 @@ impl Packs {
         let weights = each.map(|(w13, w2)| [w13.to_vec(), w2.to_vec()]).collect();
         let on_device = |pack| cuda().buffer_from_host(pack).unwrap().into_tensor().unwrap();
         let packs = packs.each_ref().map(|pack| Weight::new(on_device(pack.view())).unwrap());
-        Self { weights: packs, meaning: Experts { hidden, weights }, inter }
+        Self::of(packs, Experts { hidden, weights, epilogue: Epilogue::PLAIN }, inter)
+    }
+
+    /// Packs without biases.
+    pub fn of(weights: [Weight; 2], meaning: Experts, inter: usize) -> Self {
+        Self { weights, biases: [None, None], meaning, inter }
+    }
+
+    /// The same weights with random biases of the products that `biased` names, and another activation.
+    pub fn with_epilogue(mut self, rng: &mut Rng, biased: [bool; 2], activation: Activation) -> Self {
+        let experts = self.meaning.weights.len();
+        let mut biases = vec![[Vec::new(), Vec::new()]; experts];
+        for (product, rows) in [2 * self.inter, self.meaning.hidden].into_iter().enumerate() {
+            if !biased[product] {
+                continue;
+            }
+            let values = rng.floats(DType::BF16, &[experts, rows]);
+            for (own, row) in biases.iter_mut().zip(values.view().to_f32_vec().unwrap().chunks(rows)) {
+                own[product] = row.to_vec();
+            }
+            self.biases[product] = Some(cuda().buffer_from_host(values.view()).unwrap());
+        }
+        self.meaning.epilogue = Epilogue { biases, activation };
+        self
+    }
+
+    /// Biases and activation as the launches take them.
+    pub fn epilogue(&self) -> ExpertEpilogue<'_> {
+        let [w13_bias, w2_bias] = self.biases.each_ref().map(|bias| bias.as_ref().map(Buffer::view));
+        ExpertEpilogue { w13_bias, w2_bias, activation: self.meaning.epilogue.activation }
+    }
+
+    /// Biases and activation as the plan takes them.
+    pub fn epilogue_call(&self) -> EpilogueCall {
+        EpilogueCall {
+            bias: self.biases.iter().any(Option::is_some),
+            activation: self.meaning.epilogue.activation,
+        }
     }
 
     fn quantised(rng: &mut Rng, experts: usize, hidden: usize, inter: usize, scheme: QuantScheme) -> Self {
@@ -61,7 +102,7 @@ impl Packs {
         };
         let segments = row_parallel_segments(inter);
         let packs = [pack(&gate_up, QuantUse::GateUp), pack(&down, QuantUse::RowParallel { segments })];
-        Self { weights: packs, meaning: Experts { hidden, weights }, inter }
+        Self::of(packs, Experts { hidden, weights, epilogue: Epilogue::PLAIN }, inter)
     }
 }
 

@@ -6,7 +6,7 @@ use moe_kernels::cuda::{
     FusedExperts, MonolithicExperts, fused_experts_into, gate_route_into, monolithic_experts_into,
 };
 use moe_kernels::plan::{ColumnOrder, Fp8Activations, MonolithicForm};
-use moe_kernels::{Exec, PreNorm, QuantGroup, SublayerIo, Weight, add_rms_norm_into};
+use moe_kernels::{Activation, Exec, PreNorm, QuantGroup, SublayerIo, add_rms_norm_into};
 
 use crate::common::*;
 use crate::gates::{Case, Rule};
@@ -17,7 +17,9 @@ use crate::quant::order;
 /// Tokens, routed experts, K, shared experts.
 type Sizes = [usize; 4];
 
-fn check(rng: &mut Rng, form: MonolithicForm, sizes: Sizes, weights: &[Weight; 2], ex: Exec) {
+fn check(rng: &mut Rng, form: MonolithicForm, sizes: Sizes, packs: &Packs, ex: Exec) {
+    let weights = &packs.weights;
+    let epilogue = packs.epilogue();
     let [tokens, experts, top_k, shared] = sizes;
     let hidden = weights[1].dims()[1];
     let slots = top_k + shared;
@@ -45,12 +47,13 @@ fn check(rng: &mut Rng, form: MonolithicForm, sizes: Sizes, weights: &[Weight; 2
         let w2 = w2.view().unwrap();
         let topk_ids = ids.view();
         let topk_weights = shares.view();
-        let args = FusedExperts { x, w13, w2, topk_ids, topk_weights, expert_map: None, lists: None };
+        let args =
+            FusedExperts { x, w13, w2, topk_ids, topk_weights, expert_map: None, lists: None, epilogue };
         let [sums, residual, normed] = &mut want;
         fused_experts_into(&args, sums.view_mut(), &mut p.ex).unwrap();
         let to = (residual.view_mut(), normed.view_mut());
         add_rms_norm_into(sums.view(), gain.view(), 1e-6, to.0, to.1, &mut p.ex).unwrap();
-        let args = MonolithicExperts { gate, w13, w2, expert_map: None };
+        let args = MonolithicExperts { gate, w13, w2, expert_map: None, epilogue };
         let [sums, residual, normed] = &mut got;
         let io = SublayerIo::Store { x, out: sums.view_mut() };
         monolithic_experts_into(form, &args, io, &mut p.ex).unwrap();
@@ -84,20 +87,24 @@ fn experts_behind_their_router_are_the_ops_one_by_one() {
         (Wide, 1100, 2, [128, 64]),
     ];
     for (form, tokens, top_k, dims) in small(floats, 64, |case| case.1) {
-        let packs = Packs::new(&mut rng, 9, dims, None);
-        for sizes in [[tokens, 9, top_k, 0], [tokens, 7, top_k, 2]] {
-            check(&mut rng, form, sizes, &packs.weights, cuda());
+        let plain = Packs::new(&mut rng, 9, dims, None);
+        let activation = Activation::SwiGluOai { alpha: 1.702, limit: 7.0 };
+        let biased = Packs::new(&mut rng, 9, dims, None).with_epilogue(&mut rng, [true, true], activation);
+        for packs in [plain, biased] {
+            for sizes in [[tokens, 9, top_k, 0], [tokens, 7, top_k, 2]] {
+                check(&mut rng, form, sizes, &packs, cuda());
+            }
         }
     }
     let block = fp8(QuantGroup::Block { n: 128, k: 128 });
     let packs = Packs::new(&mut rng, 8, [128, 128], Some(block));
     for tokens in small([300; 3], 0, |_| 0) {
         let ex = cuda().with_fp8_activations(Fp8Activations::On);
-        check(&mut rng, Fp8, [tokens, 8, 2, 0], &packs.weights, ex);
+        check(&mut rng, Fp8, [tokens, 8, 2, 0], &packs, ex);
     }
     let ordered = order::Experts::new(&mut rng, (256, 128), (int(4, 128, true, true), false));
-    let weights = ordered.with_meaning().weights;
+    let packs = ordered.with_meaning();
     for (form, tokens) in small([(Tensor, 1), (Tensor, 70), (Wide, 300)], 70, |case| case.1) {
-        check(&mut rng, form, [tokens, order::EXPERTS, order::TOP_K, 0], &weights, cuda());
+        check(&mut rng, form, [tokens, order::EXPERTS, order::TOP_K, 0], &packs, cuda());
     }
 }

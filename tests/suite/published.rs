@@ -13,9 +13,9 @@ use model_families::ALL;
 use model_runtime::{AttentionConfig, Config, MixerConfig, MlaConfig, QkNorm};
 use moe_engine::{AttentionSpec, ModelSpec};
 use moe_kernels::plan::{
-    AttentionCall, AttentionForm, ExpertsCall, ExpertsForm, Form, FusedLinearForm, Fusion, Gpu, LinearCall,
-    LinearForm, Machine, MonolithicCall, MonolithicForm, PerHeadCall, PerHeadForm, PromptCall, PromptForm,
-    RouterCall, RouterForm,
+    AttentionCall, AttentionForm, EpilogueCall, ExpertsCall, ExpertsForm, Form, FusedLinearForm, Fusion, Gpu,
+    LinearCall, LinearForm, Machine, MonolithicCall, MonolithicForm, PerHeadCall, PerHeadForm, PromptCall,
+    PromptForm, RouterCall, RouterForm,
 };
 use moe_router::{Router, RouterParams};
 
@@ -24,18 +24,14 @@ const ROWS: [usize; 14] = [1, 2, 3, 4, 5, 7, 8, 16, 64, 65, 256, 512, 2048, 8192
 
 /// Forms and launches of the tier "any" on a card that has tuned kernels, by the beginning of their names. The last two
 /// have no other form.
-const ANY: [&str; 7] =
-    ["any_", "gate product, then route", "none", GROUPED, "per_head", "mla_rows", "heads_norm"];
-/// What plans call the experts of any activation, with biases or without.
-const GROUPED: &str = "grouped products";
+const ANY: [&str; 6] = ["any_", "gate product, then route", "none", "per_head", "mla_rows", "heads_norm"];
 /// Models with latent attention.
 const LATENT: [&str; 6] =
     ["deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "glm-4.7-flash", "kimi-k2", "moonlight-16b-a3b"];
 
 /// The kernels of the tier "any" that are accepted, and the reasons.
-const EXCEPTIONS: [(&str, &[&str], &str); 5] = [
+const EXCEPTIONS: [(&str, &[&str], &str); 4] = [
     ("any_attention", &["qwen3.5-35b-a3b"], "no tuned kernel of attention has heads of 256"),
-    (GROUPED, &["gpt-oss-20b"], "no tuned kernel of experts has biases or the clamped SwiGLU"),
     (
         "per_head",
         &LATENT,
@@ -225,6 +221,7 @@ impl Requested<'_> {
             inter: moe.intermediate_size,
             quant: None,
             passes: 1,
+            epilogue: EpilogueCall { bias: moe.expert_bias, activation: decoder.activation },
         };
         if apart {
             self.linear(rows, [2 * moe.shared_intermediate_size, decoder.hidden_size], false);
@@ -232,7 +229,7 @@ impl Requested<'_> {
         }
         let fusions: &[Fusion] =
             if apart { &[Fusion::Nothing] } else { &[Fusion::NormAdd, Fusion::AddNorm, Fusion::Nothing] };
-        let with_router = fusions.iter().filter(|_| !moe.expert_bias).find_map(|fusion| {
+        let with_router = fusions.iter().find_map(|fusion| {
             router.kernel_rule().ok()?;
             let call = MonolithicCall { experts: call, dtype: DType::BF16, fusion: *fusion };
             MonolithicForm::choose(&call, &self.machine).map(|form| form.kernel(&call))
@@ -250,10 +247,7 @@ impl Requested<'_> {
             })),
             Err(_) => drop(self.kernels.insert(RouterForm::Apart.name().to_string())),
         }
-        match moe.expert_bias {
-            true => drop(self.kernels.insert(GROUPED.to_string())),
-            false => drop(self.choose::<ExpertsForm>(&call)),
-        }
+        self.choose::<ExpertsForm>(&call);
     }
 }
 

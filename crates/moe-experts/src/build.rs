@@ -86,9 +86,11 @@ fn build_with(
     }
     Ok(match selection.chosen {
         #[cfg(feature = "cuda")]
-        Backend::CudaFusedListed => Box::new(crate::cuda::CudaFusedExperts::listed(weights)?),
+        Backend::CudaFusedListed => {
+            Box::new(crate::cuda::CudaFusedExperts::listed(weights, spec.activation)?)
+        }
         #[cfg(feature = "cuda")]
-        Backend::CudaFused => Box::new(crate::cuda::CudaFusedExperts::new(weights)?),
+        Backend::CudaFused => Box::new(crate::cuda::CudaFusedExperts::new(weights, spec.activation)?),
         #[cfg(not(feature = "cuda"))]
         Backend::CudaFused | Backend::CudaFusedListed => {
             refuse!(Weights, "{} experts need a build with the feature `cuda`", selection.chosen)

@@ -4,19 +4,22 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, bail};
 use moe_kernels::cuda::{
-    ExpertLists, ExpertSlots, FusedExperts, expert_slot_rows, fused_experts_into, slotted_experts_into,
+    ExpertEpilogue, ExpertLists, ExpertSlots, FusedExperts, expert_slot_rows, fused_experts_into,
+    slotted_experts_into,
 };
 use moe_kernels::{
-    ActivationFormat, Dims, Dispatched, Exec, ExpertTraffic, Scratch, ViewMut, WeightAndReduce, fill_into,
+    Activation, ActivationFormat, Dims, Dispatched, Exec, ExpertTraffic, Scratch, TensorView, ViewMut,
+    WeightAndReduce, fill_into,
 };
 
-use moe_kernels::plan::{ColumnOrder, QuantWeights};
+use moe_kernels::plan::{ColumnOrder, EpilogueCall, QuantWeights};
 
 use crate::experts::{Experts, Reservation};
 use crate::oracle::Backend;
 use crate::weights::{ExpertWeights, ExpertsShape};
 
-/// SwiGLU experts on CUDA with bf16 activations, and weights in bf16 or quantised. With few rows per expert the weights
+/// SwiGLU experts on CUDA, plain ones or with biases and gpt-oss's clamped activation. Activations are in bf16, weights
+/// in bf16 or quantised. With few rows per expert the weights
 /// are streamed; with many, grouped products run on tensor cores. `out` is [T', H] f32, weighted and reduced.
 ///
 /// They take token rows [T', H] with ids and weights in the Standard format, or in the Listed format, in which the
@@ -27,35 +30,39 @@ use crate::weights::{ExpertWeights, ExpertsShape};
 #[derive(Clone, Debug)]
 pub struct CudaFusedExperts {
     weights: ExpertWeights,
+    activation: Activation,
     backend: Backend,
     slots: Option<Arc<ExpertSlots>>,
 }
 
 impl CudaFusedExperts {
-    /// Makes experts with these weights. The weights must be on a CUDA device, for bf16 activations, and without
-    /// biases.
-    pub fn new(weights: ExpertWeights) -> Result<Self> {
-        Self::of(Backend::CudaFused, weights)
+    /// Makes experts with these weights. The weights must be on a CUDA device and for bf16 activations.
+    pub fn new(weights: ExpertWeights, activation: Activation) -> Result<Self> {
+        Self::of(Backend::CudaFused, weights, activation)
     }
 
     /// Does the same as [`new`](Self::new) for rows in the Listed format.
-    pub fn listed(weights: ExpertWeights) -> Result<Self> {
-        Self::of(Backend::CudaFusedListed, weights)
+    pub fn listed(weights: ExpertWeights, activation: Activation) -> Result<Self> {
+        Self::of(Backend::CudaFusedListed, weights, activation)
     }
 
-    fn of(backend: Backend, weights: ExpertWeights) -> Result<Self> {
-        if !weights.device().is_cuda() || weights.has_bias() || weights.shape().dtype != DType::BF16 {
+    fn of(backend: Backend, weights: ExpertWeights, activation: Activation) -> Result<Self> {
+        if !weights.device().is_cuda() || weights.shape().dtype != DType::BF16 {
             bail!(
-                "{backend} experts: expected bf16 weights without bias on a CUDA device, got {} on {:?}",
+                "{backend} experts: expected bf16 weights on a CUDA device, got {} on {:?}",
                 weights.shape().dtype.as_str(),
                 weights.device().location()
             )
         }
-        Ok(Self { weights, backend, slots: None })
+        Ok(Self { weights, activation, backend, slots: None })
     }
 
-    /// Does the same as [`new`](Self::new), but `weights` has only the experts in the slots.
-    pub fn slotted(weights: ExpertWeights, slots: ExpertSlots) -> Result<Self> {
+    /// Does the same as [`new`](Self::new), but `weights` has only the experts in the slots, and no biases: nothing
+    /// brings biases to the slots.
+    pub fn slotted(weights: ExpertWeights, activation: Activation, slots: ExpertSlots) -> Result<Self> {
+        if weights.has_bias() {
+            bail!("{} experts: slots have no biases", Backend::CudaFused)
+        }
         if weights.shape().num_local_experts != slots.num_slots() {
             bail!(
                 "{} experts: expected weights of {} slots, got {}",
@@ -64,7 +71,7 @@ impl CudaFusedExperts {
                 weights.shape().num_local_experts
             )
         }
-        Ok(Self { slots: Some(Arc::new(slots)), ..Self::new(weights)? })
+        Ok(Self { slots: Some(Arc::new(slots)), ..Self::new(weights, activation)? })
     }
 
     fn with_args<R>(
@@ -79,6 +86,10 @@ impl CudaFusedExperts {
         }
         let w13 = self.weights.w13().read()?;
         let w2 = self.weights.w2().read()?;
+        let biases = self.weights.bias_views()?;
+        let [w13_bias, w2_bias] = biases.each_ref().map(Option::as_ref);
+        let w13_bias = w13_bias.map(TensorView::view).transpose()?;
+        let w2_bias = w2_bias.map(TensorView::view).transpose()?;
         run(&FusedExperts {
             x: dispatched.rows.view(),
             w13: w13.view()?,
@@ -87,6 +98,7 @@ impl CudaFusedExperts {
             topk_weights: dispatched.topk_weights()?,
             expert_map: dispatched.expert_map,
             lists: self.lists(dispatched)?,
+            epilogue: ExpertEpilogue { w13_bias, w2_bias, activation: self.activation },
         })
     }
 
@@ -131,6 +143,10 @@ impl Experts for CudaFusedExperts {
 
     fn quantisation(&self) -> Option<[QuantWeights; 2]> {
         self.weights.quantisation()
+    }
+
+    fn epilogue(&self) -> EpilogueCall {
+        self.weights.epilogue(self.activation)
     }
 
     fn weight_and_reduce(&self) -> WeightAndReduce {

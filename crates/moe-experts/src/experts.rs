@@ -4,7 +4,7 @@
 //! inside the launch. The families have different traits, so that neither can take the other's place.
 
 use candle_core::{DType, Result, Tensor, bail};
-use moe_kernels::plan::{Machine, MonolithicCall, QuantWeights, Reason};
+use moe_kernels::plan::{EpilogueCall, Machine, MonolithicCall, QuantWeights, Reason};
 use moe_kernels::{
     ActivationFormat, Dims, Dispatched, Exec, ExpertTraffic, Gate, Scratch, SublayerIo, View, ViewMut,
     WeightAndReduce, Workspace,
@@ -54,6 +54,11 @@ pub trait Experts: Send + Sync {
     /// How w13 and w2 are quantised, for the choice of kernels; `None` means floats.
     fn quantisation(&self) -> Option<[QuantWeights; 2]> {
         None
+    }
+
+    /// Biases and activation, for the choice of kernels.
+    fn epilogue(&self) -> EpilogueCall {
+        EpilogueCall::PLAIN
     }
 
     /// The names of the kernels of the products, for plans.

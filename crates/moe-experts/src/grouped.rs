@@ -7,7 +7,7 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 use moe_kernels::arguments::{expect_dims, expect_dtype, expect_matrix, expect_rank3};
-use moe_kernels::plan::QuantWeights;
+use moe_kernels::plan::{EpilogueCall, QuantWeights};
 use moe_kernels::{
     Activation, ActivationFormat, Dispatched, Exec, ExpertGroups, Segment, TensorView, View, ViewMut,
     group_token_slots_into, grouped_down_into, grouped_down_segment_into, grouped_gate_up_into,
@@ -147,10 +147,10 @@ impl GroupedExperts {
         let mut activated = ex.scratch(self.shape().dtype, &dims)?;
         let w13 = self.weights.w13().read()?;
         let w2 = self.weights.w2().read()?;
-        let w13_bias = self.weights.w13_bias().map(TensorView::new).transpose()?;
-        let w2_bias = self.weights.w2_bias().map(TensorView::new).transpose()?;
-        let w13_bias = w13_bias.as_ref().map(TensorView::view).transpose()?;
-        let w2_bias = w2_bias.as_ref().map(TensorView::view).transpose()?;
+        let biases = self.weights.bias_views()?;
+        let [w13_bias, w2_bias] = biases.each_ref().map(Option::as_ref);
+        let w13_bias = w13_bias.map(TensorView::view).transpose()?;
+        let w2_bias = w2_bias.map(TensorView::view).transpose()?;
         grouped_gate_up_into(x, groups, w13.view()?, w13_bias, self.activation, activated.view_mut(), ex)?;
         let Some(of) = self.segments else {
             return grouped_down_into(activated.view(), groups, w2.view()?, w2_bias, out, ex);
@@ -187,6 +187,10 @@ impl Experts for GroupedExperts {
 
     fn quantisation(&self) -> Option<[QuantWeights; 2]> {
         self.weights.quantisation()
+    }
+
+    fn epilogue(&self) -> EpilogueCall {
+        self.weights.epilogue(self.activation)
     }
 
     fn max_rows(&self) -> Option<usize> {

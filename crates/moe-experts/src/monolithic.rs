@@ -2,14 +2,15 @@
 
 use candle_core::Result;
 use moe_kernels::plan::{BULK_COPIES, Form, Machine, MonolithicCall, MonolithicForm, Reason, Target};
-use moe_kernels::{Exec, ExpertsSpec, Gate, SublayerIo, View};
+use moe_kernels::{Activation, Exec, ExpertsSpec, Gate, SublayerIo, View};
 
 use crate::capability::Capability;
 use crate::experts::MonolithicExperts;
 use crate::oracle::{Backend, CUDA_FUSED};
 use crate::weights::{ExpertWeights, ExpertsShape};
 
-/// The abilities of these kernels: SwiGLU experts with bf16 activations, whole or cut along their intermediate size.
+/// The abilities of these kernels: SwiGLU experts with bf16 activations, plain ones or gpt-oss's, whole or cut along
+/// their intermediate size.
 const CAPABILITY: Capability =
     Capability { target: Target::Tuned(BULK_COPIES), tensor_parallel: true, ..CUDA_FUSED };
 
@@ -18,6 +19,8 @@ const CAPABILITY: Capability =
 pub struct MonolithicKernels {
     form: MonolithicForm,
     weights: ExpertWeights,
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code))]
+    activation: Activation,
     shape: ExpertsShape,
     unsupported: Option<Reason>,
 }
@@ -37,6 +40,7 @@ impl MonolithicKernels {
         let of = |form: &MonolithicForm| Self {
             form: *form,
             weights: weights.clone(),
+            activation: spec.activation,
             shape: weights.shape(),
             unsupported: supported.clone().err(),
         };
@@ -68,10 +72,16 @@ impl MonolithicExperts for MonolithicKernels {
         io: SublayerIo<'_>,
         ex: &mut Exec,
     ) -> Result<()> {
-        use moe_kernels::cuda::{MonolithicExperts as Args, monolithic_experts_into};
+        use moe_kernels::TensorView;
+        use moe_kernels::cuda::{ExpertEpilogue, MonolithicExperts as Args, monolithic_experts_into};
         let w13 = self.weights.w13().read()?;
         let w2 = self.weights.w2().read()?;
-        let args = Args { gate, w13: w13.view()?, w2: w2.view()?, expert_map };
+        let biases = self.weights.bias_views()?;
+        let [w13_bias, w2_bias] = biases.each_ref().map(Option::as_ref);
+        let w13_bias = w13_bias.map(TensorView::view).transpose()?;
+        let w2_bias = w2_bias.map(TensorView::view).transpose()?;
+        let epilogue = ExpertEpilogue { w13_bias, w2_bias, activation: self.activation };
+        let args = Args { gate, w13: w13.view()?, w2: w2.view()?, expert_map, epilogue };
         monolithic_experts_into(self.form, &args, io, ex)
     }
 

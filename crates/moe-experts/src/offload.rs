@@ -1,6 +1,7 @@
 //! More experts than the device has memory for: some are in slots on the device, and the others in host memory.
 
 use candle_core::Result;
+use moe_kernels::Activation;
 
 use crate::error::refuse;
 use crate::experts::Experts;
@@ -21,8 +22,8 @@ pub struct Offloaded {
 /// freed when they are dropped.
 ///
 /// # Errors
-/// A backend that cannot use such slots; quantised weights with act-order; a build without CUDA; host memory that
-/// cannot be allocated.
+/// A backend that cannot use such slots; biases; quantised weights with act-order; a build without CUDA; host memory
+/// that cannot be allocated.
 pub fn build_offloaded(
     selection: &Selection,
     weights: &ExpertWeights,
@@ -37,11 +38,19 @@ pub fn build_offloaded(
             selection.chosen
         )
     }
-    split(weights, num_slots, measure)
+    if weights.has_bias() {
+        refuse!(Offload, "experts in host memory have no biases, and these have")
+    }
+    split(weights, selection.spec.activation, num_slots, measure)
 }
 
 #[cfg(feature = "cuda")]
-fn split(weights: &ExpertWeights, num_slots: usize, measure: bool) -> Result<Offloaded> {
+fn split(
+    weights: &ExpertWeights,
+    activation: Activation,
+    num_slots: usize,
+    measure: bool,
+) -> Result<Offloaded> {
     use moe_kernels::Exec;
     use moe_kernels::cuda::ExpertSlots;
 
@@ -54,11 +63,11 @@ fn split(weights: &ExpertWeights, num_slots: usize, measure: bool) -> Result<Off
         Some(_) => ExpertWeights::quantised(w13, w2)?,
         None => ExpertWeights::new(w13.to_tensor()?, w2.to_tensor()?, None, None)?,
     };
-    let experts = Box::new(CudaFusedExperts::slotted(weights, slots)?);
+    let experts = Box::new(CudaFusedExperts::slotted(weights, activation, slots)?);
     Ok(Offloaded { experts, bytes_per_second })
 }
 
 #[cfg(not(feature = "cuda"))]
-fn split(_: &ExpertWeights, _: usize, _: bool) -> Result<Offloaded> {
+fn split(_: &ExpertWeights, _: Activation, _: usize, _: bool) -> Result<Offloaded> {
     refuse!(Offload, "experts in host memory need a build with the feature `cuda`")
 }

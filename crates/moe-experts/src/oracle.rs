@@ -6,11 +6,11 @@
 use std::fmt;
 
 use candle_core::DType;
-use moe_kernels::{ActivationFormat, ExpertsSpec, QuantScheme};
+use moe_kernels::{Activation, ActivationFormat, ExpertsSpec, QuantScheme};
 use serde::Serialize;
 
 use crate::capability::Capability;
-use moe_kernels::plan::{Reason, TENSOR_CORES, Target};
+use moe_kernels::plan::{Reason, TENSOR_CORES, Target, WARPGROUPS};
 
 /// An implementation of the fused experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -58,8 +58,7 @@ const CUDA: Capability =
 /// The kernels load weights and rows in stages of 64 elements, 128 bytes, so H and I must be multiples of 64.
 pub(crate) const CUDA_FUSED: Capability = Capability {
     target: Target::Tuned(TENSOR_CORES),
-    activations: &["swiglu"],
-    bias: false,
+    activations: &["swiglu", "swiglu_oai"],
     dtypes: &[DType::BF16],
     hidden_multiple_of: 64,
     intermediate_multiple_of: 64,
@@ -96,10 +95,18 @@ impl Backend {
     pub fn supports(self, spec: &ExpertsSpec) -> Result<(), Reason> {
         let Some(capability) = self.capability() else { return emulates(spec) };
         capability.check(spec)?;
-        if matches!(self, Self::CudaFused | Self::CudaFusedListed) && spec.apply_router_weight_on_input {
+        if !matches!(self, Self::CudaFused | Self::CudaFusedListed) {
+            return Ok(());
+        }
+        if spec.apply_router_weight_on_input {
             return Err(Reason::RouterWeightOnInput);
         }
-        Ok(())
+        // The kernels for many rows before Hopper compute the plain SwiGLU alone.
+        let plain = !spec.has_bias && spec.activation == Activation::SwiGlu;
+        if plain || spec.quant != QuantScheme::NONE {
+            return Ok(());
+        }
+        Target::Tuned(WARPGROUPS).expect(spec.gpu.as_ref())
     }
 
     /// The abilities of this backend. Emulation has those that other backends have.

@@ -63,6 +63,8 @@ const INT4: Change = |s| {
 const INT4_ON_CPU: &str = "cpu; cuda_fused (device), cuda_fused_listed (device), cuda (device), \
                            cuda_batched (device), cpu_batched (activation_format), emulation (lower_priority)";
 
+const OAI: Activation = Activation::SwiGluOai { alpha: 1.702, limit: 7.0 };
+
 const ON_CUDA: Change = |s| s.gpu = Some(Gpu::HOPPER);
 
 #[test]
@@ -139,9 +141,21 @@ fn the_table() {
              cpu (device), cpu_batched (device)",
         ),
         (
-            |s| (s.gpu, s.has_bias) = (Some(Gpu::HOPPER), true),
+            |s| (s.gpu, s.has_bias, s.activation) = (Some(Gpu::HOPPER), true, OAI),
             None,
-            "cuda; cuda_fused (bias), cuda_fused_listed (bias), cuda_batched (activation_format), \
+            "cuda_fused; cuda_fused_listed (activation_format), cuda (lower_priority), \
+             cuda_batched (activation_format), cpu (device), cpu_batched (device)",
+        ),
+        (
+            |s| (s.gpu, s.has_bias) = (Gpu::new((8, 0), 166_912, 108).ok(), true),
+            None,
+            "cuda; cuda_fused (device), cuda_fused_listed (activation_format), cuda_batched (activation_format), \
+             cpu (device), cpu_batched (device)",
+        ),
+        (
+            |s| (s.gpu, s.activation) = (Gpu::new((8, 0), 166_912, 108).ok(), OAI),
+            None,
+            "cuda; cuda_fused (device), cuda_fused_listed (activation_format), cuda_batched (activation_format), \
              cpu (device), cpu_batched (device)",
         ),
         (

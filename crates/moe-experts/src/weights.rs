@@ -1,8 +1,10 @@
 //! The packed weights of the experts on this rank.
 
 use candle_core::{DType, Device, Result, Tensor};
-use moe_kernels::plan::QuantWeights;
-use moe_kernels::{Activation, ActivationFormat, CpuIsa, ExpertsSpec, QuantScheme, RoutingMethod, Weight};
+use moe_kernels::plan::{EpilogueCall, QuantWeights};
+use moe_kernels::{
+    Activation, ActivationFormat, CpuIsa, ExpertsSpec, QuantScheme, RoutingMethod, TensorView, Weight,
+};
 
 use crate::error::refuse;
 
@@ -189,6 +191,18 @@ impl ExpertWeights {
     /// Sizes and dtype.
     pub fn shape(&self) -> ExpertsShape {
         self.shape
+    }
+
+    /// The biases of gate and up and of down, which the kernels read.
+    pub(crate) fn bias_views(&self) -> Result<[Option<TensorView<'_>>; 2]> {
+        let w13 = self.w13_bias.as_ref().map(TensorView::new).transpose()?;
+        let w2 = self.w2_bias.as_ref().map(TensorView::new).transpose()?;
+        Ok([w13, w2])
+    }
+
+    /// What these experts compute in addition to their products, for the choice of kernels.
+    pub(crate) fn epilogue(&self, activation: Activation) -> EpilogueCall {
+        EpilogueCall { bias: self.has_bias(), activation }
     }
 
     /// Whether there are biases.

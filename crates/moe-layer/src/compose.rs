@@ -192,6 +192,11 @@ fn load_quantised(
         warn!("experts loaded as floats: {prefix}: expected one scheme for all experts, got several");
         return ExpertWeights::load(spec, experts);
     }
+    // On a device the rows of gate and up are put into the order of down's columns, and nothing does that with biases.
+    if spec.has_bias && scheme.act_order && experts.device().is_cuda() {
+        warn!("experts loaded as floats: {prefix}: they have act-order and biases");
+        return ExpertWeights::load(spec, experts);
+    }
     let segments = geometry.expert_intermediate(options.intermediate_size)?.local_segments.len();
     let dtype = experts.dtype();
     let ex = Exec::on(experts.device())?;

@@ -180,6 +180,7 @@ impl SparseMoeBlock {
             hidden: shape.hidden_size,
             inter: shape.intermediate_size,
             quant: path.experts.quantisation(),
+            epilogue: path.experts.epilogue(),
         }
     }
 

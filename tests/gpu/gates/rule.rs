@@ -8,7 +8,9 @@ pub struct Rule {
     pub(super) scoring: GateScoring,
     pub(super) raw: bool,
     pub(super) renormalize: bool,
-    /// Whether the gate has a bias, and whether the choice has one.
+    /// Whether the gate has a bias.
+    pub(super) has_gate_bias: bool,
+    /// Whether the choice has a bias.
     pub(super) biased: bool,
     pub(super) scale: f32,
     pub(super) softcap: Option<f32>,
@@ -17,26 +19,37 @@ pub struct Rule {
 }
 
 impl Rule {
+    /// A softmax over all experts, with weights that add up to 1.
+    const USUAL: Self = Self {
+        scoring: GateScoring::Softmax,
+        raw: false,
+        renormalize: true,
+        has_gate_bias: false,
+        biased: false,
+        scale: 1.0,
+        softcap: None,
+        groups: None,
+    };
+
+    /// A softmax over the chosen experts alone, whose gate has a bias.
+    pub fn gpt_oss() -> Self {
+        Self { raw: true, has_gate_bias: true, ..Self::USUAL }
+    }
+
     pub fn all() -> Vec<Self> {
         let mut all = Vec::new();
         for scoring in [GateScoring::Softmax, GateScoring::Sigmoid, GateScoring::SqrtSoftplus] {
-            let usual = Self {
-                scoring,
-                raw: false,
-                renormalize: true,
-                biased: false,
-                scale: 1.0,
-                softcap: None,
-                groups: None,
-            };
+            let usual = Self { scoring, ..Self::USUAL };
             all.push(usual);
-            all.push(Self { renormalize: false, biased: true, scale: 2.5, ..usual });
+            all.push(Self { renormalize: false, has_gate_bias: true, biased: true, scale: 2.5, ..usual });
             all.push(Self { raw: true, ..usual });
             all.push(Self { softcap: Some(1.5), ..usual });
         }
+        all.push(Self::gpt_oss());
         // DeepSeek-V2, DeepSeek-V3, and groups whose bounds are no multiples of a warp.
         let usual = all[0];
-        let sigmoid = Self { scoring: GateScoring::Sigmoid, biased: true, scale: 2.5, ..usual };
+        let scoring = GateScoring::Sigmoid;
+        let sigmoid = Self { scoring, has_gate_bias: true, biased: true, scale: 2.5, ..usual };
         let groups = |count, kept| Some(GateGroups { count, kept });
         all.push(Self { renormalize: false, scale: 16.0, groups: groups(8, 3), ..usual });
         all.push(Self { groups: groups(8, 4), ..sigmoid });

@@ -2,7 +2,7 @@
 //! `quantised_to_fp8`, then f64.
 
 use candle_core::DType;
-use moe_kernels::cuda::{MonolithicExperts, monolithic_experts_into};
+use moe_kernels::cuda::{ExpertEpilogue, MonolithicExperts, monolithic_experts_into};
 use moe_kernels::half::bf16;
 use moe_kernels::plan::{Form, Fp8Activations, LinearCall, LinearForm, MonolithicForm};
 use moe_kernels::quant::QuantUse;
@@ -183,6 +183,7 @@ fn norms_for_a_product_in_fp8_are_those_of_bf16() {
             w13: w13.view().unwrap(),
             w2: w2.view().unwrap(),
             expert_map: None,
+            epilogue: ExpertEpilogue::PLAIN,
         };
         let start = rng.floats(DType::F32, &[tokens, hidden]);
         let form = if tokens < 256 { MonolithicForm::Tensor } else { MonolithicForm::Fp8 };

@@ -70,8 +70,9 @@ impl Experts {
             [[gate, up].concat(), down]
         };
         let (hidden, inter) = self.dims;
-        let meaning = definition::Experts { hidden, weights: (0..EXPERTS).map(of).collect() };
-        Packs { weights: self.packs(DType::BF16, &cuda()), meaning, inter }
+        let weights = (0..EXPERTS).map(of).collect();
+        let meaning = definition::Experts { hidden, weights, epilogue: definition::Epilogue::PLAIN };
+        Packs::of(self.packs(DType::BF16, &cuda()), meaning, inter)
     }
 }
 

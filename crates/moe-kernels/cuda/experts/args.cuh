@@ -8,6 +8,14 @@
 
 namespace moe {
 
+/// What is computed in addition to the products: biases, and g sigmoid(alpha g) (u + shift) of g = min(gate, limit) and
+/// u = up within limit and -limit. alpha 1, limit infinity and shift 0 without biases are the plain SwiGLU.
+struct ExpertEpilogueArgs {
+  const __nv_bfloat16* w13_bias;  // [num_local, 2 I]: gate, then up; or null
+  const __nv_bfloat16* w2_bias;   // [num_local, H] or null
+  float alpha, limit, shift;
+};
+
 struct AlignTokensArgs {
   const uint32_t* topk_ids;   // [T K] physical ids; u32::MAX = no expert
   const int32_t* expert_map;  // [num_ids] physical id to local expert, -1 = elsewhere; null = identity
@@ -33,6 +41,7 @@ struct ExpertsStreamArgs {
   int flag_words;             // at least moe_experts_stream_flags
   int tokens, top_k, num_ids, num_local, hidden, inter;
   Output output;  // kF32 or kBf16
+  ExpertEpilogueArgs epilogue;
 };
 
 /// Both products over listed slots; moe_experts_wide rounds slot rows to bf16.
@@ -51,6 +60,7 @@ struct ExpertsTensorArgs {
   int tokens, top_k;
   int num_ids;  // experts of all ranks, of which num_local are on this rank
   int num_local, hidden, inter;
+  ExpertEpilogueArgs epilogue;
 };
 
 /// Both products on tensor cores before Hopper. moe_align_tokens wrote `offsets` to `num_tiles` with tile_rows = 128.

@@ -27,9 +27,11 @@ struct RowCount {
 };
 
 /// Weights in bf16: a stage holds 8 rows of w13 or 16 of w2.
+template <class Epilogue>
 struct Rows {
   const bf16* w13;  // [num_local, 2 I, H]
   const bf16* w2;   // [num_local, H, I]
+  Epilogue epilogue;
 
   int set_chunks(const Args& a) const {
     const int half = kTileRows / 2 * padded(a.chunk[0]), whole = kTileRows * padded(a.chunk[1]);
@@ -125,7 +127,8 @@ int choose_pass(const Args& a) {
   return mean <= 2 ? 8 : mean <= 8 ? 16 : 32;
 }
 
-cudaError_t run(Weighted<Rows> a, int pass, int chunk_limit, void* stream) {
+template <class Epilogue>
+cudaError_t run(Weighted<Rows<Epilogue>> a, int pass, int chunk_limit, void* stream) {
   if (kSetHeader + max_groups(a.slots(), a.num_local, 8) > a.flag_set) return cudaErrorInvalidValue;
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
@@ -135,9 +138,9 @@ cudaError_t run(Weighted<Rows> a, int pass, int chunk_limit, void* stream) {
   if (pass == 0) return cudaErrorInvalidValue;
   const Launch l = launch_of(a, pass, limits, stream);
   switch (pass) {
-    case 8: return launch(experts_stream<8, Rows>, l, a);
-    case 16: return launch(experts_stream<16, Rows>, l, a);
-    case 32: return launch(experts_stream<32, Rows>, l, a);
+    case 8: return launch(experts_stream<8, Rows<Epilogue>>, l, a);
+    case 16: return launch(experts_stream<16, Rows<Epilogue>>, l, a);
+    case 32: return launch(experts_stream<32, Rows<Epilogue>>, l, a);
     default: return cudaErrorInvalidValue;
   }
 }
@@ -156,15 +159,19 @@ extern "C" int moe_experts_stream_flags(int slots, int num_local) {
 extern "C" int moe_experts_stream_planned(const moe::ExpertsStreamArgs* args, int pass, int chunk, void* stream) {
   using namespace moe;
   const ExpertsStreamArgs& c = *args;
-  stream::Weighted<stream::Rows> a = {stream::common_args(c), {c.w13, c.w2}};
+  stream::Args a = stream::common_args(c);
   a.num_local = c.num_local, a.hidden = c.hidden, a.inter = c.inter;
   if (!stream::launchable(a, c.output) || chunk < 64) return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
-  return stream::run(a, pass, chunk, stream);
+  return with_epilogue(c.epilogue, [&](auto epilogue) {
+    using Rows = stream::Rows<decltype(epilogue)>;
+    return stream::run(stream::Weighted<Rows>{a, Rows{c.w13, c.w2, epilogue}}, pass, chunk, stream);
+  });
 }
 
 /// out[t] = sum over k of topk_weights[t, k] * w2[e] (silu(gate) * up), gate and up from w13[e] x[t], e = topk_ids[t,
-/// k]. Refuses T K > 2048, H or I that are no multiple of 64, and H too large for shared memory.
+/// k]; biases and another activation as `epilogue` says. Refuses T K > 2048, H or I that are no multiple of 64, and H
+/// too large for shared memory.
 extern "C" int moe_experts_stream(const moe::ExpertsStreamArgs* args, void* stream) {
   return moe_experts_stream_planned(args, 0, 1024, stream);
 }

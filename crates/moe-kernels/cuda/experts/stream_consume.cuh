@@ -1,6 +1,7 @@
 // The warps of the weight-streaming expert kernels that multiply, and what they do with their results.
 #pragma once
 
+#include "experts/epilogue.cuh"
 #include "experts/stream_load.cuh"
 
 namespace moe::stream {
@@ -27,10 +28,21 @@ __device__ __forceinline__ auto reduce(const Block<Weights>& b, int buffer, cons
   };
 }
 
-/// Calls f(weight row, column) for the results of a tile, spread over the consumers' threads.
+/// Calls f(weight row, column) for the results of a tile, spread over the consumers' threads. A thread's row is always
+/// the same one, threadIdx.x % rows: `rows` is a power of two.
 template <class F>
 __device__ __forceinline__ void for_each_result(int rows, int columns, F f) {
   for (int i = threadIdx.x; i < rows * columns; i += kConsumers * 32) f(i % rows, i / rows);
+}
+
+/// The biases of the rows of which for_each_result gives results to this thread.
+template <class Weights>
+__device__ __forceinline__ auto row_biases(const Block<Weights>& b, int product, int expert, int tile) {
+  constexpr int kRows = kTileRows / 2;
+  const auto& e = b.a.w.epilogue;
+  const int thread = static_cast<int>(threadIdx.x);
+  return product == 0 ? e.gate_up(expert, b.a.inter, tile * kRows + thread % kRows)
+                      : e.down(expert, b.a.hidden, tile * kTileRows + thread % kTileRows);
 }
 
 /// The consuming warps go through all runs of this block.
@@ -46,20 +58,20 @@ __device__ void consume(const Block<Weights>& b) {
     if (place == 0) full_parity[0] ^= 1;
     else full_parity[1] ^= 1;
     for (int tile = run.first; tile < run.end; ++tile, buffer ^= 1) {
+      const auto biases = row_biases(b, product, group.expert, tile);
       float acc[kPass / 8][4];
       b.a.w.template multiply<kPass>(b, product, group.expert, tile, b.rows(product, i, kPass), at, acc);
       const auto sum = reduce<kPass>(b, buffer, acc);
       if (product == 0) {
         constexpr int kRows = kTileRows / 2;
         for_each_result(kRows, group.rows, [&](int r, int n) {
-          const float gate = sum(r, n), up = sum(r + kRows, n);
           bf16* to = b.a.act + static_cast<size_t>(b.slot(group.first + n)) * b.a.inter + tile * kRows + r;
-          *to = __float2bfloat16(gate / (1.0f + __expf(-gate)) * up);
+          *to = __float2bfloat16(b.a.w.epilogue.activate(sum(r, n), sum(r + kRows, n), biases));
         });
       } else {
         for_each_result(kTileRows, group.rows, [&](int r, int n) {
           const size_t slot = b.slot(group.first + n);
-          b.a.slot_rows[slot * b.a.hidden + tile * kTileRows + r] = sum(r, n);
+          b.a.slot_rows[slot * b.a.hidden + tile * kTileRows + r] = b.a.w.epilogue.low(sum(r, n), biases);
         });
       }
     }

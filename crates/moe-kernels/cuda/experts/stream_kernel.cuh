@@ -3,7 +3,7 @@
 //
 // A kind of weights determines how much of them a stage holds (set_chunks, on the host), fills the stages of a tile
 // (load_tile, called by each of the loading warps) and multiplies them (multiply, called by each of the consuming
-// warps).
+// warps). Its `epilogue` (epilogue.cuh) makes results of sums.
 #pragma once
 
 #include "experts/combine.cuh"

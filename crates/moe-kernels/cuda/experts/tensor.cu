@@ -16,7 +16,10 @@
 namespace moe::experts_tensor {
 
 /// Rows of bf16, loaded by tensor maps, which write the swizzle that wgmma reads.
+template <class E>
 struct Bf16Weights : PlainWeights, CopiedRows {
+  using Epilogue = E;
+  using Self = Bf16Weights;
   static constexpr int kColumns = kTileColumns, kBytes = kWeightBytes;
   template <int kCapacity>
   static constexpr int kFewBlocks = 1;
@@ -24,15 +27,15 @@ struct Bf16Weights : PlainWeights, CopiedRows {
   static constexpr int kConsumerRegisters = 0;
 
 #if MOE_HAS_WGMMA
-  static __device__ __forceinline__ void load(void* to, const CUtensorMap* map, const Args<Bf16Weights>& a, int product,
+  static __device__ __forceinline__ void load(void* to, const CUtensorMap* map, const Args<Self>& a, int product,
                                               int expert, int tile, int step, uint64_t* bar, uint64_t policy) {
     load_weights(to, map, product, expert, tile, a.hidden, step, bar, policy);
   }
 
   /// acc += 64 weight rows x kRows token rows over the work tile's steps. `at` is then past these steps.
   template <int kCapacity, int kRows>
-  static __device__ __forceinline__ void multiply(const Block<Bf16Weights>& b, const Args<Bf16Weights>&,
-                                                  const Work& work, Cursor& at, float (&acc)[kRows / 2]) {
+  static __device__ __forceinline__ void multiply(const Block<Self>& b, const Args<Self>&, const Work& work, Cursor& at,
+                                                  float (&acc)[kRows / 2]) {
     const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
     int previous = -1;
     for (int step = 0; step < work.steps; ++step) {
@@ -54,6 +57,29 @@ struct Bf16Weights : PlainWeights, CopiedRows {
 #endif
 };
 
+/// Launches the kernel whose weights have this epilogue.
+template <class Epilogue>
+cudaError_t run_bf16(const ExpertsTensorArgs& c, const CUtensorMap& w13, const CUtensorMap& w2,
+                     const DeviceLimits& limits, const Epilogue& epilogue, void* stream) {
+  const Args<Bf16Weights<Epilogue>> a = {c.x,
+                                         c.slots,
+                                         c.counts,
+                                         c.act,
+                                         static_cast<float*>(c.slot_rows),
+                                         {c.counters, c.num_local},
+                                         c.bucket,
+                                         c.tokens,
+                                         c.top_k,
+                                         c.num_local,
+                                         c.hidden,
+                                         c.inter,
+                                         0,
+                                         c.tokens * c.top_k >= 2 * c.num_ids,
+                                         {},
+                                         epilogue};
+  return run(a, c.num_ids, w13, w2, limits, stream);
+}
+
 }  // namespace moe::experts_tensor
 
 /// The number of words of `counters`. Their order depends on num_local: calls with another num_local need other
@@ -64,7 +90,8 @@ extern "C" int moe_experts_tensor_counters(int num_local) { return moe::experts_
 extern "C" int moe_experts_tensor_counts() { return moe::experts_tiles::Counters::kHead; }
 
 /// slot_rows[slot] = w2[e] (silu(gate) * up) in f32, gate and up from w13[e] x[slot / K], for each slot that has a
-/// local expert e. It must follow the routing on the stream. Hopper only; H and I are multiples of 64.
+/// local expert e; biases and another activation as `epilogue` says. It must follow the routing on the stream. Hopper
+/// only; H and I are multiples of 64.
 extern "C" int moe_experts_tensor(const moe::ExpertsTensorArgs* args, void* stream) {
   using namespace moe;
   using namespace moe::experts_tensor;
@@ -79,20 +106,5 @@ extern "C" int moe_experts_tensor(const moe::ExpertsTensorArgs* args, void* stre
   e = map_gate_up(&w13, c.w13, c.num_local, c.inter, c.hidden);
   if (e == cudaSuccess) e = make_tensor_map(&w2, c.w2, c.num_local * c.hidden, c.inter, kTileRows);
   if (e != cudaSuccess) return e;
-  const Args<Bf16Weights> a = {c.x,
-                               c.slots,
-                               c.counts,
-                               c.act,
-                               static_cast<float*>(c.slot_rows),
-                               {c.counters, c.num_local},
-                               c.bucket,
-                               c.tokens,
-                               c.top_k,
-                               c.num_local,
-                               c.hidden,
-                               c.inter,
-                               0,
-                               c.tokens * c.top_k >= 2 * c.num_ids,
-                               {}};
-  return run(a, c.num_ids, w13, w2, limits, stream);
+  return with_epilogue(c.epilogue, [&](auto epilogue) { return run_bf16(c, w13, w2, limits, epilogue, stream); });
 }

@@ -13,9 +13,10 @@
 //   kFewBlocks<capacity>          blocks of an SM if a stage holds up to 32 token rows
 //   kMostStages<capacity>         largest number of stages of a block's ring
 //   kConsumerRegisters<capacity>  registers of a consuming thread, if not what the launch gives
-//   kConsumerRegisters<capacity>  registers of a consuming thread, if not what the launch gives
+//   Epilogue                      what is computed in addition to the products (epilogue.cuh)
 #pragma once
 
+#include "experts/epilogue.cuh"
 #include "experts/tiles.cuh"
 
 namespace moe::experts_tensor {
@@ -39,6 +40,7 @@ struct Args {
   int tokens, top_k, num_local, hidden, inter, stages;
   bool guess;  // whether nearly every expert is touched: weights are then loaded before the touched experts are known
   typename W::Source source[2];
+  typename W::Epilogue epilogue;
 
   /// The number of work tiles of one expert in each product: 64 gate and 64 up rows, or 128 rows of w2.
   __host__ __device__ int tiles(int product) const {

@@ -14,6 +14,15 @@ constexpr int kBlocks = kCapacity > 32 ? 1 : (W::template kFewBlocks<kCapacity>)
 
 #if MOE_HAS_WGMMA
 
+/// The biases of a lane's two weight rows of a work tile, g and g + 8 of its warp: a gate row and its up row, or two
+/// rows of w2.
+template <class W>
+__device__ __forceinline__ auto row_biases(const Args<W>& a, const Work& work) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
+  return work.product == 0 ? a.epilogue.gate_up(work.expert, a.inter, work.tile * (kTileRows / 2) + warp * 8 + g)
+                           : a.epilogue.down(work.expert, a.hidden, work.tile * kTileRows + warp * 16 + g);
+}
+
 /// Computes a work tile with up to kColumns rows. Of every 4 columns a lane holds one, for weight rows g and g + 8 of
 /// its warp.
 template <int kCapacity, int kColumns, class W>
@@ -28,22 +37,27 @@ __device__ __forceinline__ void compute(const Block<W>& b, const Args<W>& a, con
       place[i] = row(i) >= work.rows ? kNoExpert : work.product == 0 ? work.first + row(i) : work.slots[row(i)];
   };
   constexpr bool kLate = kBlocks<W, kCapacity> > 2;  // registers are short, and other blocks hide the latency
+  typename W::Epilogue::Biases biases;
+  constexpr bool kBiasesLate = kBlocks<W, kCapacity> > 1;  // for the same reason
   if constexpr (!kLate) fetch_places();
+  if constexpr (!kBiasesLate) biases = row_biases(a, work);
   float acc[kSums<kColumns>] = {};
   W::template multiply<kCapacity, kColumns>(b, a, work, at, acc);
   if constexpr (kLate) fetch_places();
+  if constexpr (kBiasesLate) biases = row_biases(a, work);
 #pragma unroll
   for (int i = 0; i < kResults; ++i) {
     if (place[i] == kNoExpert) continue;
     const float low = acc[i / 2 * 4 + i % 2], high = acc[i / 2 * 4 + i % 2 + 2];
     if (work.product == 0) {
       const int column = work.tile * (kTileRows / 2) + warp * 8 + g;
-      a.act[static_cast<size_t>(place[i]) * a.inter + column] = __float2bfloat16(low / (1.0f + __expf(-low)) * high);
+      a.act[static_cast<size_t>(place[i]) * a.inter + column] =
+          __float2bfloat16(a.epilogue.activate(low, high, biases));
     } else {
       const int column = work.tile * kTileRows + warp * 16 + g;
       float* to = a.slot_rows + static_cast<size_t>(place[i]) * a.hidden + column;
-      if (column < a.hidden) to[0] = low;
-      if (column + 8 < a.hidden) to[8] = high;
+      if (column < a.hidden) to[0] = a.epilogue.low(low, biases);
+      if (column + 8 < a.hidden) to[8] = a.epilogue.high(high, biases);
     }
   }
 }

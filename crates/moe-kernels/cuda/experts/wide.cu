@@ -8,27 +8,32 @@
 // Weights are the wgmma's rows, so that an expert's last rows cost columns of 16. But a tile has 128 weight rows x up
 // to 256 token rows, in two warpgroups with 128 sums a thread. This shape reads least from shared memory, which feeds
 // the tensor cores, and from L2, which feeds shared memory. Where experts have up to 128 rows, a tile is 256 weight
-// rows: the weights are the bound then, and rows are read from L2 half as often. An expert's rows are spread evenly
-// over the smallest number of such tiles that holds them. Each warpgroup rounds and stores its own results
-// (wide_store.cuh). The ring lets the warpgroups drift apart, so that one stores while the other multiplies; an
-// enforced order was slower. A warpgroup tells the other blocks that activations are there when the products of its
-// next work tile are running, which hide the wait for memory. docs/lessons/experts.md lists what was tried and where
-// the clocks go. A slot's sums are one ascending chain over K, so they depend on its row only.
+// rows: the weights are the bound then, and rows are read from L2 half as often. If a product has an odd number of such
+// halves, the last tile has one. An expert's rows are spread evenly over the smallest number of such tiles that holds
+// them. Each warpgroup rounds and stores its own results (wide_store.cuh). The ring lets the warpgroups drift apart, so
+// that one stores while the other multiplies; an enforced order was slower. A warpgroup tells the other blocks that
+// activations are there when the products of its next work tile are running, which hide the wait for memory.
+// docs/lessons/experts.md lists what was tried and where the clocks go. A slot's sums are one ascending chain over K,
+// so they depend on its row only.
 #include "experts/wide_kernel.cuh"
 
 namespace moe::experts_wide {
 
+template <class E>
 struct Bf16Weights;
 
-template <>
-constexpr bool kPublishesInside<Bf16Weights> = true;
+template <class E>
+constexpr bool kPublishesInside<Bf16Weights<E>> = true;
 
 /// Rows of bf16, loaded by tensor maps, which write the swizzle that wgmma reads.
+template <class E>
 struct Bf16Weights : PlainWeights {
+  using Epilogue = E;
+  using Self = Bf16Weights;
   static constexpr int kBytes = kWeightBytes, kConsumerRegisters = 208;
 
 #if MOE_HAS_WGMMA
-  static __device__ __forceinline__ void load(void* to, const CUtensorMap* map, const Args<Bf16Weights>& a, int product,
+  static __device__ __forceinline__ void load(void* to, const CUtensorMap* map, const Args<Self>& a, int product,
                                               int expert, int tile, int step, uint64_t* bar, uint64_t policy) {
     load_weights(to, map, product, expert, tile, a.hidden, step, bar, policy);
   }
@@ -36,8 +41,8 @@ struct Bf16Weights : PlainWeights {
   /// sums = 64 weight rows of each weight tile x kColumns token rows over the work tile's steps. `at` is then past
   /// these steps. `publish` is called when products are running.
   template <int kWidth, int kColumns, class Publish>
-  static __device__ __forceinline__ void multiply(const Block<Bf16Weights>& b, const Args<Bf16Weights>&,
-                                                  const Work& work, Cursor& at, float (&sums)[kSums], Publish publish) {
+  static __device__ __forceinline__ void multiply(const Block<Self>& b, const Args<Self>&, const Work& work, Cursor& at,
+                                                  float (&sums)[kSums], Publish publish) {
     const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
     int previous = -1;
     for (int step = 0; step < work.steps; ++step) {
@@ -68,11 +73,35 @@ struct Bf16Weights : PlainWeights {
 #endif
 };
 
+/// Launches the kernel whose weights have this epilogue.
+template <class Epilogue>
+cudaError_t run_bf16(const ExpertsTensorArgs& c, const CUtensorMap& w13, const CUtensorMap& w2,
+                     const DeviceLimits& limits, const Epilogue& epilogue, void* stream) {
+  const int capacity = capacity_for(c.tokens * c.top_k / c.num_ids);
+  const Args<Bf16Weights<Epilogue>> a = {c.x,
+                                         c.slots,
+                                         c.counts,
+                                         c.act,
+                                         static_cast<bf16*>(c.slot_rows),
+                                         {c.counters, c.num_local},
+                                         c.bucket,
+                                         c.tokens,
+                                         c.top_k,
+                                         c.num_local,
+                                         c.hidden,
+                                         c.inter,
+                                         width_for(capacity, c.hidden, c.inter, true),
+                                         capacity,
+                                         {},
+                                         epilogue};
+  return run(a, w13, w2, limits, stream);
+}
+
 }  // namespace moe::experts_wide
 
 /// slot_rows[slot] = w2[e] (silu(gate) * up), summed in f32 and rounded to bf16, gate and up from w13[e] x[slot / K],
-/// for each slot that has a local expert e. It must follow the routing on the stream. `counters` are the same as for
-/// moe_experts_tensor. Hopper only; H and I are multiples of 64.
+/// for each slot that has a local expert e; biases and another activation as `epilogue` says. It must follow the
+/// routing on the stream. `counters` are the same as for moe_experts_tensor. Hopper only; H and I are multiples of 64.
 extern "C" int moe_experts_wide(const moe::ExpertsTensorArgs* args, void* stream) {
   using namespace moe;
   using namespace moe::experts_wide;
@@ -87,21 +116,5 @@ extern "C" int moe_experts_wide(const moe::ExpertsTensorArgs* args, void* stream
   e = map_gate_up(&w13, c.w13, c.num_local, c.inter, c.hidden);
   if (e == cudaSuccess) e = make_tensor_map(&w2, c.w2, c.num_local * c.hidden, c.inter, kTileRows);
   if (e != cudaSuccess) return e;
-  const int capacity = capacity_for(c.tokens * c.top_k / c.num_ids);
-  const Args<Bf16Weights> a = {c.x,
-                               c.slots,
-                               c.counts,
-                               c.act,
-                               static_cast<bf16*>(c.slot_rows),
-                               {c.counters, c.num_local},
-                               c.bucket,
-                               c.tokens,
-                               c.top_k,
-                               c.num_local,
-                               c.hidden,
-                               c.inter,
-                               width_for(capacity, c.hidden, c.inter),
-                               capacity,
-                               {}};
-  return run(a, w13, w2, limits, stream);
+  return with_epilogue(c.epilogue, [&](auto epilogue) { return run_bf16(c, w13, w2, limits, epilogue, stream); });
 }

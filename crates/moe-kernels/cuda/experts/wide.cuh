@@ -3,6 +3,7 @@
 // one weight tile. kConsumerRegisters: registers of a consuming thread.
 #pragma once
 
+#include "experts/epilogue.cuh"
 #include "experts/tiles.cuh"
 
 namespace moe::experts_wide {
@@ -22,6 +23,11 @@ constexpr int kStaging = 2 * 2 * kPieceBytes;  // two pieces for each consuming 
 constexpr int kTableEntry = 16;
 constexpr int64_t kKept = 16 << 20;  // bytes of activations up to which L2 is to keep them for the second product
 
+/// The number of weight tiles of an expert in each product. One is 64 gate and 64 up rows, or 128 rows of w2.
+__host__ __device__ inline int weight_tiles(int product, int hidden, int inter) {
+  return product == 0 ? inter / (kTileRows / 2) : ceil_div(hidden, kTileRows);
+}
+
 template <class W>
 struct Args {
   const bf16* x;           // [T, H]
@@ -31,15 +37,13 @@ struct Args {
   bf16* slot_rows;         // [T K, H], by slot
   Counters counters;       // progress in work tiles of one warpgroup
   int bucket, tokens, top_k, num_local, hidden, inter;
-  int width;     // weight tiles of a work tile, one or two; the latter if products have an even number of them
+  int width;     // weight tiles of a work tile, one or two; the last work tile may have only the first of two
   int capacity;  // most token rows of a work tile, a multiple of kActRows
   typename W::Source source[2];
+  typename W::Epilogue epilogue;
 
-  /// The number of work tiles of an expert's weights in each product. A weight tile is 64 gate and 64 up rows, or 128
-  /// rows of w2.
-  __host__ __device__ int tiles(int product) const {
-    return (product == 0 ? inter / (kTileRows / 2) : ceil_div(hidden, kTileRows)) / width;
-  }
+  /// The number of work tiles of an expert's weights in each product.
+  __host__ __device__ int tiles(int product) const { return ceil_div(weight_tiles(product, hidden, inter), width); }
   /// The number of stages of one work tile.
   __host__ __device__ int steps(int product) const { return (product == 0 ? hidden : inter) / kTileColumns; }
   __host__ __device__ int num_slots() const { return tokens * top_k; }

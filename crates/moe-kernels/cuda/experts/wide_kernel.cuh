@@ -42,12 +42,17 @@ struct Consumer {
   __device__ __forceinline__ void run() {
     float sums[kSums] = {};  // one array for all work tiles: two would not fit
     for_each_work(b, [&](const Work& work) __attribute__((always_inline)) {
+      // Their loads are in flight during the products.
+      typename Store<W>::Biases biases[kWidth];
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) biases[i] = store.biases(work, work.tile + i);
       if (work.product == 0) {
         multiply_rows(work, sums);
         wgmma_hold(sums);
         store.publish();
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) store.template activations<kRows>(work, work.tile + i, sums + i * kPairSums);
+        for (int i = 0; i < kWidth; ++i)
+          store.template activations<kRows>(work, work.tile + i, sums + i * kPairSums, biases[i]);
       } else {
         store.publish();  // before waiting for other blocks
         typename Store<W>::template Slots<kRows> slots;
@@ -56,7 +61,7 @@ struct Consumer {
         wgmma_hold(sums);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i)
-          store.template slot_rows<kRows>(work, work.tile + i, sums + i * kPairSums, slots);
+          store.template slot_rows<kRows>(work, work.tile + i, sums + i * kPairSums, slots, biases[i]);
       }
     });
     store.publish();
@@ -112,9 +117,13 @@ __global__ void __launch_bounds__(kThreads, 1)
 /// With fewer rows per expert, more of the ring is left to the weights, which are the bound then.
 inline int capacity_for(int mean_rows) { return mean_rows <= 40 ? 64 : mean_rows <= 96 ? kPairRows : kMostRows; }
 
-/// The number of weight tiles of a work tile: two if rows are few and the products have an even number of weight tiles.
-inline int width_for(int capacity, int hidden, int inter) {
-  return capacity <= kPairRows && inter % kTileRows == 0 && hidden % (2 * kTileRows) == 0 ? 2 : 1;
+/// The number of weight tiles of a work tile: two if rows are few and the products have an even number of weight tiles,
+/// or, with `odd`, at least 16, of which the one that is missing at the end is a small part.
+inline int width_for(int capacity, int hidden, int inter, bool odd) {
+  constexpr int kMany = 16;
+  const bool even = inter % kTileRows == 0 && hidden % (2 * kTileRows) == 0;
+  const bool many = weight_tiles(0, hidden, inter) >= kMany && weight_tiles(1, hidden, inter) >= kMany;
+  return capacity <= kPairRows && (even || (odd && many)) ? 2 : 1;
 }
 
 template <class W>

@@ -28,8 +28,18 @@ struct Store {
   __device__ __forceinline__ void meet() const { named_barrier(1 + group, 128); }
   __device__ __forceinline__ uint8_t* piece() { return b.staging + (group * 2 + (turn ^= 1)) * kPieceBytes; }
 
-  static __device__ __forceinline__ float swiglu(float gate, float up) {
-    return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+  using Biases = typename W::Epilogue::Biases;
+
+  /// The biases of this thread's two weight rows of a weight tile: a gate row and its up row, or two rows of w2.
+  __device__ __forceinline__ Biases biases(const Work& work, int tile) const {
+    const int g = lane / 4;
+    return work.product == 0
+               ? a.epilogue.gate_up(work.expert, a.inter, tile * (kTileRows / 2) + group * 32 + warp * 8 + g)
+               : a.epilogue.down(work.expert, a.hidden, tile * kTileRows + group * 64 + warp * 16 + g);
+  }
+
+  __device__ __forceinline__ float activate(float gate, float up, const Biases& biases) const {
+    return a.epilogue.template activate<true>(gate, up, biases);
   }
 
   /// Tells the other blocks that the activations stored last are there. It is called late, when they have been written
@@ -48,9 +58,10 @@ struct Store {
     owed = -1;
   }
 
-  /// act = silu(gate) up: a warp has the gate rows of 8 columns and, 8 rows further, their up rows.
+  /// The activations of a weight tile: a warp has the gate rows of 8 columns and, 8 rows further, their up rows.
   template <int kRows>
-  __device__ __forceinline__ void activations(const Work& work, int tile, const float* sums) {
+  __device__ __forceinline__ void activations(const Work& work, int tile, const float* sums, const Biases& biases) {
+    if (tile * (kTileRows / 2) >= a.inter) return;  // the last work tile has one weight tile
     const uint64_t policy = a.keeps_activations() ? read_late() : read_again();
     uint4 held[2];  // the piece before, which is stored while this one is written
     const auto leave = [&](int first) __attribute__((always_inline)) {
@@ -73,7 +84,7 @@ struct Store {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float* d = sums + (first + half + 8 * i) / 2;
-          v[i] = pack_bf16(swiglu(d[0], d[2]), swiglu(d[1], d[3]));
+          v[i] = pack_bf16(activate(d[0], d[2], biases), activate(d[1], d[3], biases));
         }
         stmatrix_x4_trans(at + (half + lane) * 64 + ((warp ^ (lane / 2 & 3)) << 4), v);
       }
@@ -106,7 +117,8 @@ struct Store {
   /// Stores the second product's sums, rounded, in the rows of the slots. In the last tile the second warpgroup may
   /// have no columns.
   template <int kRows>
-  __device__ __forceinline__ void slot_rows(const Work& work, int tile, const float* sums, const Slots<kRows>& slots) {
+  __device__ __forceinline__ void slot_rows(const Work& work, int tile, const float* sums, const Slots<kRows>& slots,
+                                            const Biases& biases) {
     const int columns = tile * kTileRows + group * 64;
     if (columns >= a.hidden) return;
     uint4 held[2];  // as above, with their slots
@@ -126,8 +138,13 @@ struct Store {
 #pragma unroll
       for (int half = 0; half < 32; half += 16) {
         const float* d = sums + (first + half) / 2;
-        const uint32_t v[4] = {pack_bf16(d[0], d[1]), pack_bf16(d[2], d[3]), pack_bf16(d[4], d[5]),
-                               pack_bf16(d[6], d[7])};
+        const auto low = [&](int i) {
+          return pack_bf16(a.epilogue.low(d[i], biases), a.epilogue.low(d[i + 1], biases));
+        };
+        const auto high = [&](int i) {
+          return pack_bf16(a.epilogue.high(d[i], biases), a.epilogue.high(d[i + 1], biases));
+        };
+        const uint32_t v[4] = {low(0), high(2), low(4), high(6)};
         const int r = half + lane / 16 * 8 + lane % 8, column = warp * 2 + lane / 8 % 2;
         stmatrix_x4_trans(at + r * 128 + ((column ^ (r & 7)) << 4), v);
       }

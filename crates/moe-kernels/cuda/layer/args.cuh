@@ -3,6 +3,7 @@
 
 #include <cuda_bf16.h>
 
+#include "experts/args.cuh"
 #include "router/args.cuh"
 
 namespace moe {
@@ -35,6 +36,7 @@ struct LayerStreamArgs {
   float shared_weight;      // weight of these shared experts
   int groups, kept_groups;  // the same as in GateRouteArgs
   StepRoutingArgs routing;  // with `gate`
+  ExpertEpilogueArgs epilogue;
 };
 
 }  // namespace moe

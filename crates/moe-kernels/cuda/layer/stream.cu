@@ -28,11 +28,14 @@ namespace moe::layer {
 namespace {
 
 /// Weights in bf16: a stage holds rows.
+template <class E>
 struct Rows {
   using Sums = float[4][4];
+  using Epilogue = E;
 
   const bf16* w13;  // [num_local, 2 I, H]
   const bf16* w2;   // [num_local, H, I]
+  Epilogue epilogue;
 
   __host__ __device__ int stage_bytes(const Args& a, int product) const {
     return (product == 0 ? 2 * kPairs : kDownRows) * a.chunk[product] * 2;
@@ -129,25 +132,32 @@ struct Rows {
 #endif  // MOE_HAS_TMA
 };
 
-template <int kPerLane, Rule kRule>
-cudaError_t run(const Launch& l, const Weighted<Rows>& a) {
+template <int kPerLane, Rule kRule, class W>
+cudaError_t run(const Launch& l, const Weighted<W>& a) {
   switch (a.output) {
-    case Output::kF32: return launch(layer_kernel<kPerLane, kRule, Output::kF32, Rows>, l, a);
-    case Output::kBf16: return launch(layer_kernel<kPerLane, kRule, Output::kBf16, Rows>, l, a);
-    default: return launch(layer_kernel<kPerLane, kRule, Output::kAddF32, Rows>, l, a);
+    case Output::kF32: return launch(layer_kernel<kPerLane, kRule, Output::kF32, W>, l, a);
+    case Output::kBf16: return launch(layer_kernel<kPerLane, kRule, Output::kBf16, W>, l, a);
+    default: return launch(layer_kernel<kPerLane, kRule, Output::kAddF32, W>, l, a);
   }
 }
 
-template <int kPerLane>
-cudaError_t run_routed(const Launch& l, const Weighted<Rows>& a) {
+/// The rule that most models with such weights have: they have a kernel of their own.
+template <class W>
+constexpr Rule kUsualRule = Rule::kPlain;
+template <>
+constexpr Rule kUsualRule<Rows<BiasedSwiglu>> = Rule::kRawLogits;
+
+template <int kPerLane, class W>
+cudaError_t run_routed(const Launch& l, const Weighted<W>& a) {
   switch (rule_of(a.route, a.routing)) {
-    case Rule::kPlain: return run<kPerLane, Rule::kPlain>(l, a);
+    case kUsualRule<W>: return run<kPerLane, kUsualRule<W>>(l, a);
     case Rule::kGroups: return run<16, Rule::kGroups>(l, a);
     default: return run<kPerLane, Rule::kAny>(l, a);
   }
 }
 
-cudaError_t run(Weighted<Rows> a, void* stream) {
+template <class W>
+cudaError_t run(Weighted<W> a, void* stream) {
   Launch l;
   const cudaError_t e = prepare(&a, &l, stream);
   if (e != cudaSuccess) return e;
@@ -172,14 +182,15 @@ extern "C" int moe_layer_stream_fits(int tokens, int hidden, int inter, int num_
                                      int block_smem) {
   using namespace moe;
   using namespace moe::layer;
-  Weighted<Rows> a = {};
+  Weighted<Rows<PlainSwiglu>> a = {};
   a.tokens = tokens, a.hidden = hidden, a.inter = inter, a.num_local = num_local;
   a.route.experts = num_ids, a.route.top_k = top_k;
   return valid(a) && num_ids <= 512 && top_k <= num_ids && divide_ring(&a, block_smem);
 }
 
 /// out[t] (+)= sum over k of topk_weights[t, k] * w2[e] (silu(gate) * up), gate and up from w13[e] y[t], e =
-/// topk_ids[t, k], y = x or its RMSNorm, ids and weights from the router logits y gate^T or given.
+/// topk_ids[t, k], y = x or its RMSNorm, ids and weights from the router logits y gate^T or given; biases and another
+/// activation as `epilogue` says.
 ///
 /// Refuses everything for which moe_layer_stream_fits is 0: T > 4, T K > 32, E > 512, and H or I that are not a
 /// multiple of 64 or too large for shared memory.
@@ -187,9 +198,12 @@ extern "C" int moe_layer_stream(const moe::LayerStreamArgs* args, void* stream) 
   using namespace moe;
   using namespace moe::layer;
   const LayerStreamArgs& c = *args;
-  Weighted<Rows> a = {common_args(c), {c.w13, c.w2}};
+  layer::Args a = common_args(c);
   a.num_local = c.num_local, a.hidden = c.hidden, a.inter = c.inter;
   if (!launchable(a)) return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
-  return moe::layer::run(a, stream);
+  return with_epilogue(c.epilogue, [&](auto epilogue) {
+    using W = layer::Rows<decltype(epilogue)>;
+    return layer::run(layer::Weighted<W>{a, W{c.w13, c.w2, epilogue}}, stream);
+  });
 }

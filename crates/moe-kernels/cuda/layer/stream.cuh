@@ -2,6 +2,7 @@
 #pragma once
 
 #include "experts/align.cuh"
+#include "experts/epilogue.cuh"
 #include "layer/args.cuh"
 #include "linear/linear.cuh"
 #include "router/route.cuh"

@@ -9,7 +9,8 @@ namespace moe::layer {
 #if MOE_HAS_TMA
 
 /// One warp writes the activations of this block's tiles to L2: a lane for each pair and token, two pairs in a word.
-__device__ __forceinline__ void activate(const Args& a, const Shared& s, uint32_t number) {
+template <class Weights>
+__device__ __forceinline__ void activate(const Weighted<Weights>& a, const Shared& s, uint32_t number) {
   const int lane = threadIdx.x % 32, pair = lane % kPairs, token = min(lane / kPairs, a.tokens - 1);
   for (int i = 0;; ++i) {
     const int buffer = i % kParts;
@@ -17,6 +18,7 @@ __device__ __forceinline__ void activate(const Args& a, const Shared& s, uint32_
     const Tile tile = *s.parts_tile(buffer);
     if (tile.pairs == 0) return;
     const float scale = s.scale()[token];
+    const auto biases = a.w.epilogue.gate_up(s.expert()[tile.active], a.inter, tile.row + pair);
     float gate = 0, up = 0;
 #pragma unroll
     for (int w = 0; w < kConsumers; ++w) {
@@ -25,7 +27,7 @@ __device__ __forceinline__ void activate(const Args& a, const Shared& s, uint32_
     }
     warp_arrive(s.parts_empty(buffer));
     gate *= scale, up *= scale;
-    const float value = gate / (1.0f + __expf(-gate)) * up, next = __shfl_down_sync(0xffffffffu, value, 1);
+    const float value = a.w.epilogue.activate(gate, up, biases), next = __shfl_down_sync(0xffffffffu, value, 1);
     const uint32_t slot = s.active_slot(tile.active)[token];
     if (lane % 2 == 0 && lane / kPairs < a.tokens && slot != kNoSlot) {
       const uint64_t word = static_cast<uint64_t>(number) << 32 | pack_bf16(value, next);

@@ -4,6 +4,7 @@
 //   stage_bytes(args, product): bytes of a stage
 //   load_head, load_gate_up, load_down: copies of a stage, by one thread
 //   multiply_gate_up, multiply_down: add a warp's part of a stage to Sums; sum(Sums, high)
+//   epilogue: biases and activation (experts/epilogue.cuh)
 #pragma once
 
 #include "layer/stream_act.cuh"
@@ -79,8 +80,11 @@ struct Consumer {
         const uint8_t* act = s.act() + (slot == kNoSlot ? any : slot) * a.inter * 2;
         const bool uses = token < a.tokens && slots[token] != kNoSlot;
         const float weight = uses ? s.active_weight(u)[token] : 0;
-        mbarrier_wait(s.act_full(u), 0);
         const uint32_t expert = s.expert()[u];
+        // Each warp has a part of the sums, so only one warp adds the biases.
+        typename Weights::Epilogue::Biases biases = {};
+        if (warp == 0) biases = a.w.epilogue.down(expert, a.hidden, top + g);
+        mbarrier_wait(s.act_full(u), 0);
         typename Weights::Sums acc = {};
         for (int k = 0; k < a.inter; k += a.chunk[1]) {
           wait(1, at);
@@ -90,7 +94,10 @@ struct Consumer {
           if (refills-- > 0) release(1, at);
           at.advance(a.stages[1]);
         }
-        if (uses) low = fmaf(weight, Weights::sum(acc, 0), low), high = fmaf(weight, Weights::sum(acc, 1), high);
+        if (uses) {
+          low = fmaf(weight, a.w.epilogue.low(Weights::sum(acc, 0), biases), low);
+          high = fmaf(weight, a.w.epilogue.high(Weights::sum(acc, 1), biases), high);
+        }
       }
       float* parts = s.partial();
       if (token < a.tokens) {
@@ -208,7 +215,11 @@ bool divide_ring(Weighted<Weights>* a, int block_smem) {
   const int room = block_smem - static_cast<int>(layout(*a).total);
   for (int product = 0; product < 2; ++product) {
     int& chunk = a->chunk[product];
-    chunk = a->depth(product) < kMaxChunk[product] ? a->depth(product) : kMaxChunk[product];
+    chunk = a->depth(product);
+    // Tiles of gate and up have whole rows even above kMaxChunk if two of them fit: only such tiles can be requested
+    // before all experts are chosen (Head), and each is only two copies.
+    const bool whole = product == 0 && room / a->w.stage_bytes(*a, 0) >= kMinStages;
+    if (!whole && chunk > kMaxChunk[product]) chunk = kMaxChunk[product];
     int stage = a->w.stage_bytes(*a, product);
     while (room / stage < kMinStages && chunk % (2 * kStep) == 0 && chunk > kMinChunk)
       chunk /= 2, stage = a->w.stage_bytes(*a, product);

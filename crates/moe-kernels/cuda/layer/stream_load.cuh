@@ -62,6 +62,7 @@ struct Loader {
 
   __device__ __forceinline__ void load_pairs(int active, int row) {
     const uint32_t expert = s.expert()[active];
+    a.w.epilogue.prefetch_gate_up(expert, a.inter, row);
     for (int k = 0; k < a.hidden; k += a.chunk[0]) {
       bound(0, landed);
       mbarrier_wait(s.empty(0, at.stage), at.parity ^ 1);

@@ -12,6 +12,7 @@
 
 #include <cuda_bf16.h>
 
+#include "experts/args.cuh"
 #include "router/args.cuh"
 
 namespace moe {
@@ -80,6 +81,7 @@ struct QuantExpertsTensorArgs {
   int tokens, top_k;
   int num_ids;
   int invariant;  // not 0: a row's bits do not depend on the number of rows; 0 for experts_wide
+  ExpertEpilogueArgs epilogue;
 };
 
 /// The arguments are the same as in LinearTensorArgs.
@@ -129,6 +131,7 @@ struct QuantLayerStreamArgs {
   float shared_weight;
   int groups, kept_groups;
   StepRoutingArgs routing;
+  ExpertEpilogueArgs epilogue;
 };
 
 /// The arguments are the same as in ExpertsStreamArgs.
@@ -144,6 +147,7 @@ struct QuantExpertsStreamArgs {
   uint32_t* flags;
   int flag_words, tokens, top_k, num_ids;
   Output output;
+  ExpertEpilogueArgs epilogue;
 };
 
 /// Puts the columns of rows into the order of a pack's columns.

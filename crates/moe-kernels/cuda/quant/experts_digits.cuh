@@ -18,8 +18,9 @@
 namespace moe::experts_tensor {
 
 /// The same as QuantWeights (experts_tensor.cu), for up to 32 rows of an expert at a time.
-template <QuantFormat kFormat, int kShare>
+template <QuantFormat kFormat, int kShare, class E>
 struct DigitWeights : quant::ExpertStage<kFormat, quant::digits::kColumns, kShare> {
+  using Epilogue = E;
   using Base = quant::ExpertStage<kFormat, quant::digits::kColumns, kShare>;
   using typename Base::Source;
   using typename Base::Stage;

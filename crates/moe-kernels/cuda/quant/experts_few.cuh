@@ -18,8 +18,9 @@
 namespace moe::experts_tensor {
 
 /// The same as QuantWeights (experts_tensor.cu), for up to 32 rows of an expert at a time.
-template <QuantFormat kFormat, int kColumns, int kShare>
+template <QuantFormat kFormat, int kColumns, int kShare, class E>
 struct FewWeights : quant::ExpertStage<kFormat, kColumns, kShare>, CopiedRows {
+  using Epilogue = E;
   using typename quant::ExpertStage<kFormat, kColumns, kShare>::Stage;
   using Self = FewWeights;
   template <int kCapacity>

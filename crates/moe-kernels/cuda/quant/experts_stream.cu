@@ -17,11 +17,12 @@ constexpr int kChunk = 1024;  // elements along K of a stage of w2; a stage of w
 
 /// Quantised weights: a stage holds columns of a row of tiles. In the first product a row of tiles is 8 gate and 8 up
 /// rows.
-template <class Kind>
+template <class Kind, class Epilogue>
 struct Tiles {
   static constexpr QuantFormat kFormat = Kind::kFormat;
   quant::Matrix w13, w2;
   quant::StageLayout layouts[2];
+  Epilogue epilogue;
 
   int set_chunks(const Args& a) {
     layouts[0] = quant::stage_layout(w13, kFormat, a.chunk[0]);
@@ -80,15 +81,16 @@ struct Tiles {
   }
 };
 
-template <class Kind>
-cudaError_t run(const Args& common, const quant::Matrix& w13, const quant::Matrix& w2, void* stream) {
-  Weighted<Tiles<Kind>> a = {common, {w13, w2, {}}};
+template <class Kind, class Epilogue>
+cudaError_t run(const Args& common, const quant::Matrix& w13, const quant::Matrix& w2, const Epilogue& epilogue,
+                void* stream) {
+  Weighted<Tiles<Kind, Epilogue>> a = {common, {w13, w2, {}, epilogue}};
   if (kSetHeader + max_groups(a.slots(), a.num_local, kPass) > a.flag_set) return cudaErrorInvalidValue;
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
   if (choose_plan(&a, kPass, kChunk, limits.block_smem) == 0) return cudaErrorInvalidValue;
-  return launch(experts_stream<kPass, Tiles<Kind>>, launch_of(a, kPass, limits, stream), a);
+  return launch(experts_stream<kPass, Tiles<Kind, Epilogue>>, launch_of(a, kPass, limits, stream), a);
 }
 
 }  // namespace
@@ -104,6 +106,8 @@ extern "C" int moe_quant_experts_stream(const moe::QuantExpertsStreamArgs* args,
   a.num_local = static_cast<int>(c.w13.experts), a.hidden = w13.k, a.inter = w2.k;
   if (!stream::launchable(a, c.output)) return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
-  return quant::with_kind(c.w13.format, w13.wide() && w2.wide(),
-                          [&](auto kind) { return stream::run<decltype(kind)>(a, w13, w2, stream); });
+  return with_epilogue(c.epilogue, [&](auto epilogue) {
+    return quant::with_kind(c.w13.format, w13.wide() && w2.wide(),
+                            [&](auto kind) { return stream::run<decltype(kind)>(a, w13, w2, epilogue, stream); });
+  });
 }

@@ -20,8 +20,9 @@ constexpr int kColumns = 128;   // columns of a stage; half as many would double
 constexpr int kMostFew = 9;     // mean rows of an expert up to which mma.sync is faster
 constexpr int kMostDigits = 4;  // mean rows below which integers use digits: of more rows, making digits takes too long
 
-template <QuantFormat kFormat, int kShare>
+template <QuantFormat kFormat, int kShare, class E>
 struct QuantWeights : quant::ExpertStage<kFormat, kColumns, kShare>, CopiedRows {
+  using Epilogue = E;
   using typename quant::ExpertStage<kFormat, kColumns, kShare>::Stage;
   using Self = QuantWeights;
   /// The number of blocks that share an SM: their warps hide each other's latency.
@@ -101,7 +102,7 @@ struct Prepared {
 };
 
 template <class W>
-cudaError_t prepare(const QuantExpertsTensorArgs& c, int share, Prepared<W>* p) {
+cudaError_t prepare(const QuantExpertsTensorArgs& c, int share, const typename W::Epilogue& epilogue, Prepared<W>* p) {
   p->args = {c.x,
              c.slots,
              c.counts,
@@ -116,32 +117,51 @@ cudaError_t prepare(const QuantExpertsTensorArgs& c, int share, Prepared<W>* p) 
              static_cast<int>(c.w2.k),
              0,
              c.tokens * c.top_k >= 2 * c.num_ids,
-             {quant::source(c.w13, kColumns, share), quant::source(c.w2, kColumns, share)}};
+             {quant::source(c.w13, kColumns, share), quant::source(c.w2, kColumns, share)},
+             epilogue};
   return quant::make_pack_maps(&p->w13, &p->w2, c, W::kBlockBytes);
 }
 
 /// The launch for few rows: two blocks per SM where few experts are touched, else three.
 template <class W>
-cudaError_t launch_few(const QuantExpertsTensorArgs& c, int share, int mean, const DeviceLimits& limits, void* stream) {
+cudaError_t launch_few(const QuantExpertsTensorArgs& c, int share, int mean, const typename W::Epilogue& epilogue,
+                       const DeviceLimits& limits, void* stream) {
   Prepared<W> p;
-  const cudaError_t e = prepare(c, share, &p);
+  const cudaError_t e = prepare(c, share, epilogue, &p);
   if (e != cudaSuccess) return e;
   if constexpr (W::kFewestRows < 8)
     if (c.tokens <= 8) return run<8>(p.args, p.w13, p.w2, limits, stream);
   return mean <= 1 ? run<32>(p.args, p.w13, p.w2, limits, stream) : run<16>(p.args, p.w13, p.w2, limits, stream);
 }
 
-template <QuantFormat kFormat, int kShare>
-cudaError_t launch(const QuantExpertsTensorArgs& c, const DeviceLimits& limits, void* stream) {
+template <QuantFormat kFormat, int kShare, class E>
+cudaError_t launch(const QuantExpertsTensorArgs& c, const E& epilogue, const DeviceLimits& limits, void* stream) {
   const int mean = c.tokens * c.top_k / c.num_ids;
   if constexpr (is_integer(kFormat))
     if (mean < kMostDigits && c.invariant == 0)
-      return launch_few<DigitWeights<kFormat, kShare>>(c, kShare, mean, limits, stream);
+      return launch_few<DigitWeights<kFormat, kShare, E>>(c, kShare, mean, epilogue, limits, stream);
   if (mean <= kMostFew && c.invariant == 0)
-    return launch_few<FewWeights<kFormat, kColumns, kShare>>(c, kShare, mean, limits, stream);
-  Prepared<QuantWeights<kFormat, kShare>> p;
-  const cudaError_t e = prepare(c, kShare, &p);
+    return launch_few<FewWeights<kFormat, kColumns, kShare, E>>(c, kShare, mean, epilogue, limits, stream);
+  Prepared<QuantWeights<kFormat, kShare, E>> p;
+  const cudaError_t e = prepare(c, kShare, epilogue, &p);
   return e != cudaSuccess ? e : run(p.args, c.num_ids, p.w13, p.w2, limits, stream);
+}
+
+template <class E>
+cudaError_t launch_format(const QuantExpertsTensorArgs& c, const E& epilogue, const DeviceLimits& limits,
+                          void* stream) {
+  const bool wide_groups = quant::share(c.w13, kColumns) == kColumns && quant::share(c.w2, kColumns) == kColumns;
+  switch (c.w13.format) {
+    case QuantFormat::kInt4:
+      return wide_groups ? launch<QuantFormat::kInt4, 128>(c, epilogue, limits, stream)
+                         : launch<QuantFormat::kInt4, 32>(c, epilogue, limits, stream);
+    case QuantFormat::kInt8:
+      return wide_groups ? launch<QuantFormat::kInt8, 128>(c, epilogue, limits, stream)
+                         : launch<QuantFormat::kInt8, 32>(c, epilogue, limits, stream);
+    case QuantFormat::kFp4: return launch<QuantFormat::kFp4, 128>(c, epilogue, limits, stream);
+    case QuantFormat::kNvfp4: return launch<QuantFormat::kNvfp4, 128>(c, epilogue, limits, stream);
+    default: return launch<QuantFormat::kFp8, 128>(c, epilogue, limits, stream);
+  }
 }
 
 }  // namespace moe::experts_tensor
@@ -158,16 +178,5 @@ extern "C" int moe_quant_experts_tensor(const moe::QuantExpertsTensorArgs* args,
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
   if (limits.major < 9) return cudaErrorNotSupported;
-  const bool wide_groups = quant::share(c.w13, kColumns) == kColumns && quant::share(c.w2, kColumns) == kColumns;
-  switch (c.w13.format) {
-    case QuantFormat::kInt4:
-      return wide_groups ? experts_tensor::launch<QuantFormat::kInt4, 128>(c, limits, stream)
-                         : experts_tensor::launch<QuantFormat::kInt4, 32>(c, limits, stream);
-    case QuantFormat::kInt8:
-      return wide_groups ? experts_tensor::launch<QuantFormat::kInt8, 128>(c, limits, stream)
-                         : experts_tensor::launch<QuantFormat::kInt8, 32>(c, limits, stream);
-    case QuantFormat::kFp4: return experts_tensor::launch<QuantFormat::kFp4, 128>(c, limits, stream);
-    case QuantFormat::kNvfp4: return experts_tensor::launch<QuantFormat::kNvfp4, 128>(c, limits, stream);
-    default: return experts_tensor::launch<QuantFormat::kFp8, 128>(c, limits, stream);
-  }
+  return with_epilogue(c.epilogue, [&](auto epilogue) { return launch_format(c, epilogue, limits, stream); });
 }

@@ -14,8 +14,9 @@ namespace moe::experts_wide {
 /// The products of integers use one scale for each 32 columns for all group sizes: instructions are not the bound here.
 constexpr int share_of(QuantFormat format) { return is_integer(format) ? 32 : kTileColumns; }
 
-template <QuantFormat kFormat>
+template <QuantFormat kFormat, class E>
 struct QuantWeights : quant::ExpertStage<kFormat, kTileColumns, share_of(kFormat)> {
+  using Epilogue = E;
   using typename quant::ExpertStage<kFormat, kTileColumns, share_of(kFormat)>::Stage;
   using Self = QuantWeights;
   static constexpr int kConsumerRegisters = 216;
@@ -91,9 +92,9 @@ struct QuantWeights : quant::ExpertStage<kFormat, kTileColumns, share_of(kFormat
 #endif
 };
 
-template <QuantFormat kFormat>
-cudaError_t launch(const QuantExpertsTensorArgs& c, const DeviceLimits& limits, void* stream) {
-  using W = QuantWeights<kFormat>;
+template <QuantFormat kFormat, class E>
+cudaError_t launch(const QuantExpertsTensorArgs& c, const E& epilogue, const DeviceLimits& limits, void* stream) {
+  using W = QuantWeights<kFormat, E>;
   const int hidden = static_cast<int>(c.w13.k), inter = static_cast<int>(c.w2.k);
   const int capacity = capacity_for(c.tokens * c.top_k / c.num_ids);
   CUtensorMap w13, w2;
@@ -112,9 +113,10 @@ cudaError_t launch(const QuantExpertsTensorArgs& c, const DeviceLimits& limits, 
       static_cast<int>(c.w13.experts),
       hidden,
       inter,
-      width_for(capacity, hidden, inter),
+      width_for(capacity, hidden, inter, false),
       capacity,
-      {quant::source(c.w13, kTileColumns, share_of(kFormat)), quant::source(c.w2, kTileColumns, share_of(kFormat))}};
+      {quant::source(c.w13, kTileColumns, share_of(kFormat)), quant::source(c.w2, kTileColumns, share_of(kFormat))},
+      epilogue};
   return run(a, w13, w2, limits, stream);
 }
 
@@ -130,11 +132,13 @@ extern "C" int moe_quant_experts_wide(const moe::QuantExpertsTensorArgs* args, v
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
   if (limits.major < 9) return cudaErrorNotSupported;
-  switch (c.w13.format) {
-    case QuantFormat::kInt4: return experts_wide::launch<QuantFormat::kInt4>(c, limits, stream);
-    case QuantFormat::kInt8: return experts_wide::launch<QuantFormat::kInt8>(c, limits, stream);
-    case QuantFormat::kFp4: return experts_wide::launch<QuantFormat::kFp4>(c, limits, stream);
-    case QuantFormat::kNvfp4: return experts_wide::launch<QuantFormat::kNvfp4>(c, limits, stream);
-    default: return experts_wide::launch<QuantFormat::kFp8>(c, limits, stream);
-  }
+  return with_epilogue(c.epilogue, [&](auto epilogue) {
+    switch (c.w13.format) {
+      case QuantFormat::kInt4: return experts_wide::launch<QuantFormat::kInt4>(c, epilogue, limits, stream);
+      case QuantFormat::kInt8: return experts_wide::launch<QuantFormat::kInt8>(c, epilogue, limits, stream);
+      case QuantFormat::kFp4: return experts_wide::launch<QuantFormat::kFp4>(c, epilogue, limits, stream);
+      case QuantFormat::kNvfp4: return experts_wide::launch<QuantFormat::kNvfp4>(c, epilogue, limits, stream);
+      default: return experts_wide::launch<QuantFormat::kFp8>(c, epilogue, limits, stream);
+    }
+  });
 }

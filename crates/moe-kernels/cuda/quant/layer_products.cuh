@@ -7,8 +7,6 @@ namespace moe::quant_layer {
 
 #if MOE_HAS_TMA
 
-__device__ __forceinline__ float swiglu(float gate, float up) { return gate / (1.0f + __expf(-gate)) * up; }
-
 /// Sends two activations of a row of tiles of gate and up to all blocks, as a word that carries the launch's number.
 __device__ __forceinline__ void store_pair(const Args& a, uint32_t slot, int row, int pair, uint32_t two,
                                            uint32_t number) {
@@ -46,22 +44,23 @@ struct Result {
   }
 };
 
-template <class Kind, class Form>
+template <class Kind, class Form, class E>
 struct Worker {
   using Rows = RowSteps<Kind>;
+  using Biases = typename E::Biases;
 
-  const Args& a;
+  const WithEpilogue<E>& a;
   const Shared& s;
   const Tiles<Form>& tiles;
   Loader<Kind, Form> loader;
   int turn = 0;  // of the team's tiles of gate and up
 
-  __device__ __forceinline__ Worker(const Args& a, const Shared& s, const Tiles<Form>& tiles)
+  __device__ __forceinline__ Worker(const WithEpilogue<E>& a, const Shared& s, const Tiles<Form>& tiles)
       : a(a), s(s), tiles(tiles), loader(a, s, tiles) {}
 
   /// Adds the two halves of a pair's tile of gate and up and activates the sums; the pair's first warp does it. Lane 4
   /// g + c has output g of its tokens. Two outputs make a word.
-  __device__ __forceinline__ void activate(Tile tile, float (&sum)[4], uint32_t number) const {
+  __device__ __forceinline__ void activate(Tile tile, float (&sum)[4], const Biases& biases, uint32_t number) const {
     const int lane = threadIdx.x % 32, pair = threadIdx.x / 64, g = lane / 4;
     const bool second = threadIdx.x / 32 % 2 != 0;
     float4* other = s.half(pair * Pairs::kBuffers + turn % Pairs::kBuffers) + lane;
@@ -74,7 +73,8 @@ struct Worker {
     for (int i = 0; i < Rows::kEach; ++i) {
       const int token = Rows::result_token(i);
       const float scale = token < a.tokens ? s.scale()[token] : 0.0f;
-      const float value = swiglu(sum[i] * scale, sum[2 + i] * scale), next = __shfl_down_sync(0xffffffffu, value, 4);
+      const float value = a.epilogue.activate(sum[i] * scale, sum[2 + i] * scale, biases);
+      const float next = __shfl_down_sync(0xffffffffu, value, 4);
       const uint32_t slot = token < a.tokens ? s.slot_of(tile.active)[token] : kNone;
       if (g % 2 == 0 && slot != kNone) store_pair(a, slot, tile.row, g / 2, pack_bf16(value, next), number);
     }
@@ -133,6 +133,15 @@ struct Worker {
     return (mask >> token & 1) != 0 ? __popc(mask & ((1u << token) - 1)) : 0;
   }
 
+  /// The biases of a lane's rows of a tile, g and g + 8: of gate and up, or of the output. One warp of a pair adds
+  /// them.
+  __device__ __forceinline__ Biases row_biases(Tile tile, bool down) const {
+    const int expert = s.expert()[tile.active], g = threadIdx.x % 32 / 4;
+    const bool first = threadIdx.x / 32 % 2 == 0;
+    if (down) return first ? a.epilogue.down(expert, a.hidden, tile.row * kTileRows + g) : Biases{};
+    return first && Form::kOthers == 0 ? a.epilogue.gate_up(expert, a.inter, tile.row * kOutputs + g) : Biases{};
+  }
+
   /// Multiplies the rows of tiles of one pass.
   __device__ __forceinline__ void run(int pass, uint32_t number) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -144,6 +153,7 @@ struct Worker {
     for (Tile tile = tiles.begin(pass); tiles.has(tile); tile = tiles.next(tile, down)) {
       mbarrier_wait(a.early() ? s.expert_full(tile.active) : s.active_full(), 0);
       if (s.expert()[tile.active] == kNone) continue;
+      const Biases biases = row_biases(tile, down);
       const uint32_t* slots = s.slot_of(tile.active);
       int token = min(Rows::operand_token(), a.tokens - 1), pitch = a.pitch(Kind::kFormat), most = 0;
       int result = min(Rows::result_token(0), a.tokens - 1);
@@ -183,22 +193,22 @@ struct Worker {
 #pragma unroll
         for (int i = 0; i < 4; ++i) sum[i] = done[i];
       }
-      if (down) leave(slots, sum);
-      else if constexpr (Form::kOthers == 0) activate(tile, sum, number), ++turn;
+      if (down) leave(slots, sum, biases);
+      else if constexpr (Form::kOthers == 0) activate(tile, sum, biases, number), ++turn;
       else hand_over(sum), ++turn;
     }
   }
 
   /// Stores one expert's sums over half of the columns, for a row of tiles of the output. They are added to the other
   /// experts' sums later.
-  __device__ __forceinline__ void leave(const uint32_t* slots, const float (&sum)[4]) const {
+  __device__ __forceinline__ void leave(const uint32_t* slots, const float (&sum)[4], const Biases& biases) const {
     const int lane = threadIdx.x % 32, half = threadIdx.x / 32 % 2;
 #pragma unroll
     for (int i = 0; i < Rows::kEach; ++i) {
       const int of = Rows::result_token(i);
       const uint32_t to = of < a.tokens ? slots[of] : kNone;
       if (to == kNone) continue;
-      s.part(to, half)[lane / 4] = sum[i], s.part(to, half)[lane / 4 + 8] = sum[2 + i];
+      s.part(to, half)[lane / 4] = E::low(sum[i], biases), s.part(to, half)[lane / 4 + 8] = E::high(sum[2 + i], biases);
     }
   }
 

@@ -76,6 +76,12 @@ struct Args : layer::Args {
   }
 };
 
+/// All arguments, with biases and activation.
+template <class E>
+struct WithEpilogue : Args {
+  E epilogue;
+};
+
 template <class Form>
 Layout layout(const Args& a, QuantFormat format) {
   Layout l;

@@ -31,8 +31,8 @@ namespace moe::quant_layer {
 namespace {
 
 /// kPerLane: the number of a token's logits that a lane holds; 0: ids and weights are given. kRule: see rule_of.
-template <class Kind, class Form, int kPerLane, Rule kRule>
-__global__ void __launch_bounds__(Form::kThreads, 1) quant_layer_kernel(const __grid_constant__ Args a) {
+template <class Kind, class Form, int kPerLane, Rule kRule, class E>
+__global__ void __launch_bounds__(Form::kThreads, 1) quant_layer_kernel(const __grid_constant__ WithEpilogue<E> a) {
 #if MOE_HAS_TMA
   extern __shared__ __align__(128) uint8_t smem[];
   const Shared s = {smem, a.at};
@@ -82,12 +82,18 @@ __global__ void __launch_bounds__(Form::kThreads, 1) quant_layer_kernel(const __
       return;
     }
   }
-  Worker<Kind, Form>(a, s, tiles).run_all();
+  Worker<Kind, Form, E>(a, s, tiles).run_all();
 #endif
 }
 
-template <class Kind, class Form>
-cudaError_t run(Args a, const DeviceLimits& limits, void* stream) {
+/// The rule that most models with this epilogue have: it has a kernel of its own.
+template <class E>
+constexpr Rule kUsualRule = Rule::kPlain;
+template <>
+constexpr Rule kUsualRule<BiasedSwiglu> = Rule::kRawLogits;
+
+template <class Kind, class Form, class E>
+cudaError_t run(WithEpilogue<E> a, const DeviceLimits& limits, void* stream) {
   a.at = layout<Form>(a, Kind::kFormat), a.mean = 1.0f / a.hidden;
   if (a.at.total > static_cast<uint32_t>(limits.block_smem)) return cudaErrorInvalidValue;
   const int units = a.hidden / kTileRows;
@@ -96,27 +102,27 @@ cudaError_t run(Args a, const DeviceLimits& limits, void* stream) {
   a.next_experts = limits.sms * Form::kTeams / a.per_expert, a.next_row = limits.sms * Form::kTeams % a.per_expert;
   Launch l = {dim3(limits.sms), dim3(Form::kThreads), stream, a.at.total};
   l.cooperative = true;
-  if (a.gate == nullptr) return launch(quant_layer_kernel<Kind, Form, 0, Rule::kAny>, l, a);
+  if (a.gate == nullptr) return launch(quant_layer_kernel<Kind, Form, 0, Rule::kAny, E>, l, a);
   const Rule rule = rule_of(a.route, a.routing);
-  if (rule == Rule::kGroups) return launch(quant_layer_kernel<Kind, Form, 16, Rule::kGroups>, l, a);
-  if (a.route.experts <= 128 && rule == Rule::kPlain)
-    return launch(quant_layer_kernel<Kind, Form, 4, Rule::kPlain>, l, a);
-  return launch(quant_layer_kernel<Kind, Form, 16, Rule::kAny>, l, a);
+  if (rule == Rule::kGroups) return launch(quant_layer_kernel<Kind, Form, 16, Rule::kGroups, E>, l, a);
+  if (a.route.experts <= 128 && rule == kUsualRule<E>)
+    return launch(quant_layer_kernel<Kind, Form, 4, kUsualRule<E>, E>, l, a);
+  return launch(quant_layer_kernel<Kind, Form, 16, Rule::kAny, E>, l, a);
 }
 
 /// FP8 with one or two tokens uses teams, if shared memory has room for their shares. Everything else uses pairs, which
 /// are faster there (docs/lessons/quantised.md).
-template <class Kind>
-cudaError_t run(const Args& a, void* stream) {
+template <class Kind, class E>
+cudaError_t run(const WithEpilogue<E>& a, void* stream) {
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
   if (limits.major < 9) return cudaErrorNotSupported;
   if constexpr (Kind::kFormat == QuantFormat::kFp8) {
     const bool fits = layout<Teams>(a, Kind::kFormat).total <= static_cast<uint32_t>(limits.block_smem);
-    if (a.tokens <= Teams::kMost && fits) return run<Kind, Teams>(a, limits, stream);
+    if (a.tokens <= Teams::kMost && fits) return run<Kind, Teams, E>(a, limits, stream);
   }
-  return run<Kind, Pairs>(a, limits, stream);
+  return run<Kind, Pairs, E>(a, limits, stream);
 }
 
 /// Whether the launcher accepts these arguments, apart from the room in shared memory.
@@ -156,6 +162,9 @@ extern "C" int moe_quant_layer_stream(const moe::QuantLayerStreamArgs* args, voi
   if (!quant_layer::launchable(a)) return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
   const bool wide = quant::has_wide_groups(a.w13) && quant::has_wide_groups(a.w2);
-  return quant::with_step_kind(c.w13.format, wide,
-                               [&](auto kind) -> int { return quant_layer::run<decltype(kind)>(a, stream); });
+  return with_epilogue(c.epilogue, [&](auto epilogue) {
+    const quant_layer::WithEpilogue<decltype(epilogue)> all = {a, epilogue};
+    return quant::with_step_kind(c.w13.format, wide,
+                                 [&](auto kind) -> int { return quant_layer::run<decltype(kind)>(all, stream); });
+  });
 }

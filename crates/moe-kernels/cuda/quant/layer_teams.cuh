@@ -9,7 +9,9 @@ namespace moe::quant_layer {
 #if MOE_HAS_TMA
 
 /// Adds a team's shares of its tiles of gate and up in the order of a pair's sums, and activates the sums.
-__device__ __forceinline__ void activate_all(const Args& a, const Shared& s, const Tiles<Teams>& tiles, int team) {
+template <class E>
+__device__ __forceinline__ void activate_all(const WithEpilogue<E>& a, const Shared& s, const Tiles<Teams>& tiles,
+                                             int team) {
   const int lane = threadIdx.x % 32, row = lane / 2;
   int turn = 0;  // of the team's tiles
 #pragma unroll 1
@@ -19,6 +21,7 @@ __device__ __forceinline__ void activate_all(const Args& a, const Shared& s, con
     const int buffer = team * Teams::kBuffers + turn % Teams::kBuffers;
     const uint32_t parity = turn / Teams::kBuffers % 2;
     const uint2 slots = *reinterpret_cast<const uint2*>(s.slot_of(t.active));
+    const auto biases = a.epilogue.gate_up(s.expert()[t.active], a.inter, t.row * kOutputs + row % kOutputs);
     if (turn == 0) mbarrier_wait(a.early() ? s.expert_full(0) : s.active_full(), 0);
     const uint32_t number = *s.number();
     const float2 scales = *reinterpret_cast<const float2*>(s.scale());
@@ -31,7 +34,7 @@ __device__ __forceinline__ void activate_all(const Args& a, const Shared& s, con
       const float4 v = *reinterpret_cast<const float4*>(s.shares(buffer, token) + row * Teams::kPitch + lane % 2 * 4);
       float sum = 0.0f + v.x + v.y + v.z + v.w;
       sum = (sum + __shfl_xor_sync(0xffffffffu, sum, 1)) * (token == 0 ? scales.x : scales.y);
-      const float value = swiglu(sum, __shfl_down_sync(0xffffffffu, sum, 16));
+      const float value = a.epilogue.activate(sum, __shfl_down_sync(0xffffffffu, sum, 16), biases);
       const float next = __shfl_down_sync(0xffffffffu, value, 2);
       if (lane % 4 == 0 && lane < 16) store_pair(a, slot, t.row, lane / 4, pack_bf16(value, next), number);
     }

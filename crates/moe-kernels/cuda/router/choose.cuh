@@ -80,7 +80,7 @@ struct LaneKeys {
 template <Rule kRule, int N, class OnChoice>
 __device__ __forceinline__ Choice choose(const RouteArgs& args, const StepRoutingArgs& routing, int row,
                                          float (&score)[N], Choice* chosen, OnChoice on_choice) {
-  constexpr bool kPlain = kRule == Rule::kPlain;
+  constexpr bool kPlain = kIsSoftmax<kRule>;
   const RouteArgs a = with_rule<kRule>(args);
   const uint32_t lane = threadIdx.x % 32, lowest = sort_key(-INFINITY);
   uint32_t key[N];

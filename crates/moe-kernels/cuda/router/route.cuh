@@ -40,24 +40,31 @@ struct RouteArgs {
 /// What is known of a kernel's rule at compile time. Instructions of other rules would be fetched before they are
 /// skipped, in a chain that nothing hides: 1.3 us of a layer's 42.
 enum class Rule : int {
-  kPlain,   // most models: softmax over all experts, weights that add up to `scale`, no forced choice
-  kAny,     // every other rule without groups
-  kGroups,  // every rule with groups
+  kPlain,      // most models: softmax over all experts, weights that add up to `scale`, no forced choice
+  kRawLogits,  // gpt-oss: softmax over the chosen experts alone, no forced choice
+  kAny,        // every rule without groups
+  kGroups,     // every rule with groups
 };
 
 /// A launch's rule.
 __host__ __device__ inline Rule rule_of(const RouteArgs& a, const StepRoutingArgs& routing) {
   if (a.groups > 0) return Rule::kGroups;
-  const bool plain = routing.forced == nullptr && a.scoring == Scoring::kSoftmax && !a.raw_logits && a.renormalize &&
-                     a.correction_bias == nullptr && !(a.softcap > 0);
-  return plain ? Rule::kPlain : Rule::kAny;
+  const bool softmax =
+      routing.forced == nullptr && a.scoring == Scoring::kSoftmax && a.correction_bias == nullptr && !(a.softcap > 0);
+  if (softmax && a.raw_logits) return Rule::kRawLogits;
+  return softmax && a.renormalize ? Rule::kPlain : Rule::kAny;
 }
 
-/// `a`, in which the fields that the plain rule fixes are constants at compile time.
+/// Whether a rule is a softmax without correction and without forced choices.
+template <Rule kRule>
+constexpr bool kIsSoftmax = kRule == Rule::kPlain || kRule == Rule::kRawLogits;
+
+/// `a`, in which the fields that the rule fixes are constants at compile time.
 template <Rule kRule>
 __device__ __forceinline__ RouteArgs with_rule(RouteArgs a) {
-  if constexpr (kRule == Rule::kPlain) {
-    a.scoring = Scoring::kSoftmax, a.raw_logits = 0, a.renormalize = 1, a.correction_bias = nullptr, a.softcap = 0;
+  if constexpr (kIsSoftmax<kRule>) {
+    a.scoring = Scoring::kSoftmax, a.raw_logits = kRule == Rule::kRawLogits, a.renormalize = 1;
+    a.correction_bias = nullptr, a.softcap = 0;
   }
   return a;
 }

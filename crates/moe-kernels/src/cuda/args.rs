@@ -171,13 +171,17 @@ arguments! {
         topk_ids expert_map: In, slots num_ids num_local tile_rows: i32,
         offsets sorted tiles num_tiles: Out,
     }
+    ExpertEpilogueArgs {
+        w13_bias w2_bias: In, alpha limit shift: f32,
+    }
     ExpertsStreamArgs {
         x w13 w2 topk_ids topk_weights expert_map: In, act slot_rows out flags: Out,
         flag_words tokens top_k num_ids num_local hidden inter: i32, output: Output,
+        epilogue: ExpertEpilogueArgs,
     }
     ExpertsTensorArgs {
         x w13 w2 slots counts: In, bucket: i32, act slot_rows counters: Out,
-        tokens top_k num_ids num_local hidden inter: i32,
+        tokens top_k num_ids num_local hidden inter: i32, epilogue: ExpertEpilogueArgs,
     }
     ExpertsGroupedArgs {
         x w13 w2 offsets sorted tiles num_tiles: In, act slot_rows: Out,
@@ -199,7 +203,7 @@ arguments! {
         w13 w2 expert_map: In, out: Out, output: Output, state: Out,
         tokens hidden inter num_ids num_local top_k: i32, scoring: GateScoring,
         raw_logits renormalize: i32, scale softcap: f32, shared: i32, shared_weight: f32,
-        groups kept_groups: i32, routing: StepRoutingArgs,
+        groups kept_groups: i32, routing: StepRoutingArgs, epilogue: ExpertEpilogueArgs,
     }
     RopeRowsArgs {
         positions rope_len inv_freq: In, half: i32, attention_factor theta factor max_len: f32,
@@ -254,7 +258,7 @@ arguments! {
         x norm: In, eps: f32, gate gate_bias correction_bias valid: In, topk_ids topk_weights: Out,
         w13 w2: QuantPack, expert_map: In, out: Out, output: Output, state: Out, tokens num_ids top_k: i32,
         scoring: GateScoring, raw_logits renormalize: i32, scale softcap: f32, shared: i32,
-        shared_weight: f32, groups kept_groups: i32, routing: StepRoutingArgs,
+        shared_weight: f32, groups kept_groups: i32, routing: StepRoutingArgs, epilogue: ExpertEpilogueArgs,
     }
     StoredCoding {
         row_bits column_bits bits: i32, places plus: u32,
@@ -266,11 +270,11 @@ arguments! {
     }
     QuantExpertsStreamArgs {
         x: In, w13 w2: QuantPack, topk_ids topk_weights expert_map: In, act slot_rows out flags: Out,
-        flag_words tokens top_k num_ids: i32, output: Output,
+        flag_words tokens top_k num_ids: i32, output: Output, epilogue: ExpertEpilogueArgs,
     }
     QuantExpertsTensorArgs {
         x: In, w13 w2: QuantPack, slots counts: In, bucket: i32, act slot_rows counters: Out,
-        tokens top_k num_ids invariant: i32,
+        tokens top_k num_ids invariant: i32, epilogue: ExpertEpilogueArgs,
     }
     QuantLinearTensorArgs {
         x: In, w: QuantPack, bias: In, out: Out, output: Output, m splits: i32,

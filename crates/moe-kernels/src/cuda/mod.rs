@@ -51,7 +51,7 @@ pub use counts::{DeviceCalls, device_calls};
 pub use device::{DeviceInfo, device, device_count};
 pub use expert_slots::ExpertSlots;
 pub use experts::{
-    ExpertLists, FusedExperts, MonolithicExperts, expert_slot_rows, fused_experts_into,
+    ExpertEpilogue, ExpertLists, FusedExperts, MonolithicExperts, expert_slot_rows, fused_experts_into,
     monolithic_experts_into, slotted_experts_into,
 };
 pub(crate) use fp8::quantise_rows_into;

@@ -4,7 +4,9 @@ use super::checks::{expect_at_most, expect_rows, expect_steps};
 use super::fp8::expect_fp8_products;
 use super::one_launch::{ONE_LAUNCH_EXPERTS, ONE_LAUNCH_LOCAL, ONE_LAUNCH_SLOTS, ONE_LAUNCH_TOKENS};
 use super::quant::{QuantWeights, expect_floats, expect_quantised, kernel_name};
-use super::{BULK_COPIES, ColumnOrder, ExpertsCall, Form, Machine, Reason, TENSOR_CORES, WARPGROUPS};
+use super::{
+    BULK_COPIES, ColumnOrder, ExpertsCall, Form, Machine, Reason, TENSOR_CORES, WARPGROUPS, activation_kind,
+};
 
 /// The launches that bring experts from host memory.
 pub const EXPERTS_FROM_HOST: &str = "expert_residency, expert_exchange";
@@ -52,6 +54,7 @@ impl ExpertsCall {
         expect_rows(..=ONE_LAUNCH_TOKENS, self.tokens)?;
         self.expect_local()?;
         self.expect_weights()?;
+        self.expect_biased()?;
         self.expect_order_of_x()?;
         expect_steps("hidden_size", self.hidden, 64)?;
         expect_steps("intermediate_size", self.inter, 64)?;
@@ -79,6 +82,7 @@ impl ExpertsCall {
         }
         self.expect_local()?;
         self.expect_weights()?;
+        self.expect_biased()?;
         expect_steps("hidden_size", self.hidden, 64)?;
         expect_steps("intermediate_size", self.inter, 64)?;
         expect_at_most("number of local experts", TENSOR_EXPERTS, self.num_local)?;
@@ -97,6 +101,7 @@ impl ExpertsCall {
         expect_rows((rows * self.num_ids).div_ceil(self.top_k.max(1)).., self.tokens)?;
         self.expect_local()?;
         self.expect_weights()?;
+        self.expect_biased()?;
         expect_steps("hidden_size", self.hidden, 64)?;
         expect_steps("intermediate_size", self.inter, 64)?;
         expect_at_most("number of local experts", WIDE_EXPERTS, self.num_local)?;
@@ -118,6 +123,7 @@ impl ExpertsCall {
         let [w13, w2] = self.quant.map_or([None; 2], |packs| packs.map(Some));
         expect_fp8_products(&[(w13, 2 * self.inter, self.hidden), (w2, self.hidden, self.inter)], machine)?;
         self.expect_one_pass()?;
+        self.expect_plain()?;
         expect_rows((FP8_ROWS * self.num_ids).div_ceil(self.top_k.max(1)).., self.tokens)?;
         self.expect_local()?;
         expect_at_most("number of local experts", WIDE_EXPERTS, self.num_local)
@@ -132,6 +138,25 @@ impl ExpertsCall {
         // in the same way when they are loaded.
         w2.expect_order_of_x()?;
         if w13.has_codec_of(&w2) { Ok(()) } else { Err(Reason::Quant { got: w2.scheme }) }
+    }
+
+    /// Fails for biases, and for activations of other names.
+    fn expect_epilogue(&self, bias: bool, activations: &[&'static str]) -> Result<(), Reason> {
+        let got = self.epilogue.activation;
+        if !activations.contains(&activation_kind(got)) {
+            return Err(Reason::Activation { got, accepted: activations.to_vec() });
+        }
+        if self.epilogue.bias && !bias { Err(Reason::Bias) } else { Ok(()) }
+    }
+
+    /// Fails unless the experts are SwiGLU experts without biases.
+    fn expect_plain(&self) -> Result<(), Reason> {
+        self.expect_epilogue(false, &["swiglu"])
+    }
+
+    /// Fails for what the kernels with biases do not compute.
+    fn expect_biased(&self) -> Result<(), Reason> {
+        self.expect_epilogue(true, &["swiglu", "swiglu_oai"])
     }
 
     /// Fails if each expert has its own order of columns: the kernel reads each row once for all experts.
@@ -211,18 +236,21 @@ impl Form for ExpertsForm {
                 }
                 machine.expect_batch_variant()?;
                 call.expect_one_pass()?;
+                call.expect_biased()?;
                 expect_rows(..GROUPED_TOKENS, call.tokens)?;
                 expect_at_most("number of slots", STREAM_SLOTS, call.slots())
             }
             Self::Grouped => {
                 machine.expect_tuned(TENSOR_CORES)?.expect_shared_memory(GROUPED_BYTES)?;
                 call.expect_one_pass()?;
+                call.expect_plain()?;
                 expect_floats(call.quant.map(|[w13, _]| w13))
             }
             Self::QuantAny => {
                 // The kernels before and after the products, which sort slots and add, are tuned ones.
                 machine.expect_tuned(&[])?;
                 call.expect_one_pass()?;
+                call.expect_biased()?;
                 expect_quantised(call.quant.map(|[w13, _]| w13)).map(drop)
             }
         }

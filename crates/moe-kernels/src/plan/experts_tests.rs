@@ -3,8 +3,9 @@
 use candle_core::DType;
 
 use super::*;
-use crate::plan::Gpu;
+use crate::plan::{EpilogueCall, Gpu};
 use crate::scheme::{QuantGroup, QuantScheme};
+use crate::tags::Activation;
 
 const QWEN3_30B: ExpertsCall = ExpertsCall {
     tokens: 1,
@@ -15,6 +16,7 @@ const QWEN3_30B: ExpertsCall = ExpertsCall {
     inter: 768,
     quant: None,
     passes: 1,
+    epilogue: EpilogueCall::PLAIN,
 };
 
 fn hopper() -> Machine {
@@ -224,6 +226,7 @@ fn deepseeks_experts_take_the_fast_kernels() {
             inter,
             quant: None,
             passes: 1,
+            epilogue: EpilogueCall::PLAIN,
         };
         let form = |tokens| ExpertsForm::choose(&call(tokens), &hopper());
         assert_eq!(form(1), Some(ExpertsForm::OneLaunch));
@@ -231,4 +234,50 @@ fn deepseeks_experts_take_the_fast_kernels() {
         assert_eq!(form(64), Some(ExpertsForm::Tensor));
         assert_eq!(form(8192), Some(ExpertsForm::Wide));
     }
+}
+
+#[test]
+fn biases_and_the_clamped_activation_have_kernels() {
+    let oai = EpilogueCall { bias: true, activation: Activation::SwiGluOai { alpha: 1.702, limit: 7.0 } };
+    let weights = |gate_up| QuantWeights {
+        scheme: QuantScheme::fp8(QuantGroup::Block { n: 128, k: 128 }),
+        scales: DType::F32,
+        gate_up,
+        in_blocks: true,
+        order: ColumnOrder::Input,
+    };
+    let call = |tokens, quant: Option<[QuantWeights; 2]>| ExpertsCall {
+        tokens,
+        top_k: 4,
+        num_ids: 32,
+        num_local: 32,
+        hidden: 2880,
+        inter: 2880,
+        quant,
+        epilogue: oai,
+        ..QWEN3_30B
+    };
+    let fp8 = Some([weights(true), weights(false)]);
+    let name = |call: &ExpertsCall| ExpertsForm::choose(call, &hopper()).map(Form::name);
+    for (tokens, floats, quantised) in [
+        (1, "layer_stream", "layer_stream"),
+        (4, "layer_stream", "layer_stream"),
+        (5, "experts_stream", "experts_tensor"),
+        (8, "experts_tensor", "experts_tensor"),
+        (255, "experts_tensor", "experts_tensor"),
+        (256, "experts_wide", "experts_tensor"),
+        (8192, "experts_wide", "experts_wide"),
+    ] {
+        assert_eq!(name(&call(tokens, None)), Some(floats), "{tokens} tokens");
+        assert_eq!(name(&call(tokens, fp8)), Some(quantised), "{tokens} tokens, quantised");
+    }
+    let eight = Machine { gpu: Some(Gpu::ampere()), ..Machine::default() };
+    let said = |form: ExpertsForm, call: ExpertsCall, machine| form.fits(&call, machine).unwrap_err().check();
+    assert_eq!(said(ExpertsForm::Grouped, call(512, None), &eight), "activation");
+    let activation = Activation::SwiGlu;
+    let biased = ExpertsCall { epilogue: EpilogueCall { activation, ..oai }, ..call(512, None) };
+    assert_eq!(said(ExpertsForm::Grouped, biased, &eight), "bias");
+    assert_eq!(ExpertsForm::choose(&biased, &eight), None, "the oracle takes other experts there");
+    let gelu = ExpertsCall { epilogue: EpilogueCall { activation: Activation::Gelu, ..oai }, ..biased };
+    assert_eq!(ExpertsForm::choose(&gelu, &hopper()), None);
 }

@@ -87,7 +87,7 @@ mod tests {
 
     use super::*;
     use crate::Fp8Order;
-    use crate::plan::{ColumnOrder, ExpertsCall, ExpertsForm, Form, Gpu, LinearForm};
+    use crate::plan::{ColumnOrder, EpilogueCall, ExpertsCall, ExpertsForm, Form, Gpu, LinearForm};
     use crate::scheme::QuantScheme;
 
     fn machine(fp8_activations: Fp8Activations) -> Machine {
@@ -115,6 +115,7 @@ mod tests {
             inter,
             quant: Some([weights(scales, true), weights(scales, false)]),
             passes: 1,
+            epilogue: EpilogueCall::PLAIN,
         };
         let block = QuantGroup::Block { n: 128, k: 128 };
         let [auto, on, off] = [Fp8Activations::Auto, Fp8Activations::On, Fp8Activations::Off].map(machine);

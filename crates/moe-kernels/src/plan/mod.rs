@@ -42,7 +42,7 @@ pub use copies::{CopiesCall, CopiesForm};
 pub use delta::{DeltaCall, DeltaForm};
 pub use dequantise::{DequantiseCall, DequantiseForm};
 pub use experts::{EXPERTS_FROM_HOST, ExpertsForm};
-pub use experts_call::ExpertsCall;
+pub use experts_call::{EpilogueCall, ExpertsCall};
 pub use features::{BULK_COPIES, Feature, Features, TENSOR_CORES, WARPGROUPS};
 pub use form::Form;
 pub use fp8_activations::Fp8Activations;

@@ -109,6 +109,7 @@ fn experts(machine: &Machine, table: &mut Table) {
                 inter,
                 quant,
                 passes: 1,
+                epilogue: EpilogueCall::PLAIN,
             };
             let call = |tokens| ExpertsCall { tokens, ..sizes };
             let name = |what: &str| format!("{what} {format} {model}");
@@ -314,6 +315,7 @@ fn kernels_that_do_not_fit_a_blocks_shared_memory_are_refused() {
         inter: 768,
         quant: None,
         passes: 1,
+        epilogue: EpilogueCall::PLAIN,
     };
     // A ring of 192 KiB, room for results, barriers and a table of 128 experts.
     let needs = 192 * 1024 + 16 * 1024 + 4 * 1024;

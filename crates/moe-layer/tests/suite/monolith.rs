@@ -234,6 +234,7 @@ fn a_backend_that_was_asked_for_stands_before_the_monolithic_ones() -> Result<()
                 inter: 16,
                 quant: None,
                 passes: 1,
+                epilogue: moe_kernels::plan::EpilogueCall::PLAIN,
             },
             dtype: DType::F32,
             fusion: Fusion::Nothing,

@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Result, bail};
 
+use super::epilogue::ExpertEpilogue;
 use crate::arguments::{expect, expect_dtype, expect_matrix, expect_rank3};
 use crate::cuda::expect_aligned;
 use crate::plan::{ExpertsCall, QuantWeights};
@@ -25,6 +26,8 @@ pub struct FusedExperts<'a> {
     pub expert_map: Option<View<'a>>,
     /// The slots of each local expert, where they are known: saves listing them.
     pub lists: Option<ExpertLists<'a>>,
+    /// Biases and activation.
+    pub epilogue: ExpertEpilogue<'a>,
 }
 
 /// The slots of each local expert, as [`list_slots_into`](crate::list_slots_into) lists them for the same ids and map.
@@ -59,7 +62,8 @@ pub(super) fn check(op: &str, args: &FusedExperts) -> Result<ExpertsCall> {
     }
     let num_ids = args.expert_map.map_or(num_local, |map| map.elem_count());
     let quant = quantisation(op, [args.w13, args.w2])?;
-    Ok(ExpertsCall { tokens, top_k, num_ids, num_local, hidden, inter, quant, passes: 1 })
+    let epilogue = args.epilogue.check(op, [num_local, hidden, inter])?;
+    Ok(ExpertsCall { tokens, top_k, num_ids, num_local, hidden, inter, quant, passes: 1, epilogue })
 }
 
 /// How the packs of an expert layer are quantised; floats must begin at multiples of 16 bytes.

@@ -6,8 +6,8 @@ use super::arguments::{ExpertLists, FusedExperts};
 use super::packs::Packs;
 use crate::buffer::Scratch;
 use crate::cuda::args::{
-    AlignTokensArgs, ExpertsGroupedArgs, ExpertsStreamArgs, ExpertsTensorArgs, In, OrderRowsArgs, Out,
-    Output, QuantExpertsStreamArgs, QuantExpertsTensorArgs, QuantPack,
+    AlignTokensArgs, ExpertEpilogueArgs, ExpertsGroupedArgs, ExpertsStreamArgs, ExpertsTensorArgs, In,
+    OrderRowsArgs, Out, Output, QuantExpertsStreamArgs, QuantExpertsTensorArgs, QuantPack,
 };
 use crate::cuda::{ffi, small};
 use crate::exec::Exec;
@@ -27,6 +27,7 @@ pub(super) struct Inputs {
     pub topk_ids: In,
     pub topk_weights: In,
     pub expert_map: In,
+    pub epilogue: ExpertEpilogueArgs,
 }
 
 /// Scratch of the workspace with its address.
@@ -126,6 +127,7 @@ impl Inputs {
             topk_ids: cuda.read(op, "topk_ids", args.topk_ids)?,
             topk_weights: cuda.read(op, "topk_weights", args.topk_weights)?,
             expert_map: cuda.read_or_null(op, "expert_map", args.expert_map)?,
+            epilogue: args.epilogue.args(op, cuda)?,
         })
     }
 
@@ -160,7 +162,7 @@ impl Inputs {
         let words = unsafe { ffi::moe_experts_stream_flags(STREAM_SLOTS as i32, num_local) };
         // Two sets of flags take turns, and where the second begins depends on their number.
         let flags = cuda.counters_of_size("experts_stream", words as usize)?;
-        let &Self { x, topk_ids, topk_weights, expert_map, .. } = self;
+        let &Self { x, topk_ids, topk_weights, expert_map, epilogue, .. } = self;
         let act = rows.act_at(op)?;
         let slot_rows = rows.slot_rows.at;
         let tokens = small(op, s.tokens)?;
@@ -190,6 +192,7 @@ impl Inputs {
                         hidden: small(op, s.hidden)?,
                         inter: small(op, s.inter)?,
                         output,
+                        epilogue,
                     };
                     cuda.check(op, ffi::moe_experts_stream(&args, cuda.raw()?))
                 }
@@ -210,6 +213,7 @@ impl Inputs {
                         top_k,
                         num_ids,
                         output,
+                        epilogue,
                     };
                     cuda.check(op, ffi::moe_quant_experts_stream(&args, cuda.raw()?))
                 }
@@ -259,6 +263,7 @@ impl Inputs {
                         num_local: small(op, s.num_local)?,
                         hidden: small(op, s.hidden)?,
                         inter: small(op, s.inter)?,
+                        epilogue: self.epilogue,
                     };
                     match wide {
                         true => cuda.check("experts_wide", ffi::moe_experts_wide(&args, cuda.raw()?)),
@@ -281,6 +286,7 @@ impl Inputs {
                         top_k,
                         num_ids,
                         invariant: i32::from(ex.batch_invariant()),
+                        epilogue: self.epilogue,
                     };
                     let (name, code) = match wide {
                         true => ("quant_experts_wide", ffi::moe_quant_experts_wide(&args, cuda.raw()?)),

@@ -2,6 +2,7 @@
 
 mod arguments;
 mod combine;
+mod epilogue;
 mod fp8;
 mod launch;
 mod one_launch;
@@ -18,7 +19,6 @@ use crate::buffer::Scratch;
 use crate::exec::Exec;
 use crate::operands::ExpertGroups;
 use crate::plan::{EXPERTS_FROM_HOST, ExpertsCall, ExpertsForm, Form};
-use crate::tags::Activation;
 use crate::view::ViewMut;
 use crate::weight::WeightView;
 use arguments::check;
@@ -26,10 +26,11 @@ use launch::{Buckets, Inputs, Rows};
 use one_launch::{Choice, OneLaunch};
 
 pub use arguments::{ExpertLists, FusedExperts};
+pub use epilogue::ExpertEpilogue;
 pub use routed::{MonolithicExperts, monolithic_experts_into};
 
 /// out\[t\] = Σ_k topk_weights[t, k] · w2\[e\] (silu(gate) · up), gate and up from w13\[e\] x\[t\], e =
-/// topk_ids[t, k]; k ascending in f32. `out` is [T, H] f32 or bf16.
+/// topk_ids[t, k]; k ascending in f32. `args.epilogue` has biases and other activations. `out` is [T, H] f32 or bf16.
 ///
 /// # Errors
 /// A CPU context; a wrong dtype or wrong dims; H or I that are no multiple of 64.
@@ -110,10 +111,12 @@ fn run(args: &FusedExperts, resident: Option<&ExpertSlots>, mut out: ViewMut, ex
     if sizes.tokens == 0 {
         return Ok(());
     }
-    let form = ExpertsForm::choose(&sizes, &ex.machine());
-    if form.is_none() && passes > 1 {
-        bail!("{op}: no kernel of this device computes experts that come to it in {passes} passes")
-    }
+    let Some(form) = ExpertsForm::choose(&sizes, &ex.machine()) else {
+        if passes > 1 {
+            bail!("{op}: no kernel of this device computes experts that come to it in {passes} passes")
+        }
+        bail!("{op}: no kernel of this device computes {sizes:?}")
+    };
     let fetch = |pass: usize| match resident {
         Some(slots) => slots.fetch(pass == 0, args.topk_ids, [args.w13, args.w2]),
         None => Ok(()),
@@ -122,26 +125,26 @@ fn run(args: &FusedExperts, resident: Option<&ExpertSlots>, mut out: ViewMut, ex
         ex.launched(|| EXPERTS_FROM_HOST);
     }
     fetch(0)?;
-    ex.launched(|| form.map_or_else(|| "none".to_string(), |form| form.kernel(&sizes)));
+    ex.launched(|| form.kernel(&sizes));
     let output = Output::stored_as(out.dtype());
     let inputs = Inputs::of(op, args, ex)?;
     let out = ex.cuda(op)?.write(op, "out", &mut out)?;
-    if form == Some(ExpertsForm::OneLaunch) {
-        let FusedExperts { topk_ids, topk_weights, expert_map, .. } = *args;
+    if form == ExpertsForm::OneLaunch {
+        let FusedExperts { topk_ids, topk_weights, expert_map, epilogue, .. } = *args;
         let choice = Choice::Given(topk_ids, topk_weights);
         let x = inputs.x;
         let packs = inputs.packs;
-        let launch = OneLaunch { op, x, norm: None, choice, packs, expert_map, sizes };
+        let launch = OneLaunch { op, x, norm: None, choice, packs, expert_map, sizes, epilogue };
         return launch.run((out, output), ex);
     }
     let mut scratch = match form {
-        Some(ExpertsForm::Fp8) => inputs.fp8_scratch(&sizes, ex)?,
-        Some(ExpertsForm::Wide) => inputs.scratch(&sizes, DType::BF16, ex)?,
+        ExpertsForm::Fp8 => inputs.fp8_scratch(&sizes, ex)?,
+        ExpertsForm::Wide => inputs.scratch(&sizes, DType::BF16, ex)?,
         _ => inputs.scratch(&sizes, DType::F32, ex)?,
     };
     match form {
-        Some(ExpertsForm::Stream) => return inputs.stream(&sizes, scratch, (out, output), ex),
-        Some(form @ (ExpertsForm::Fp8 | ExpertsForm::Tensor | ExpertsForm::Wide)) => {
+        ExpertsForm::Stream => return inputs.stream(&sizes, scratch, (out, output), ex),
+        ExpertsForm::Fp8 | ExpertsForm::Tensor | ExpertsForm::Wide => {
             for pass in 0..passes {
                 if pass > 0 {
                     fetch(pass)?;
@@ -149,7 +152,7 @@ fn run(args: &FusedExperts, resident: Option<&ExpertSlots>, mut out: ViewMut, ex
                 products(&inputs, args, &sizes, form, &scratch, ex)?;
             }
         }
-        Some(ExpertsForm::QuantAny) => any_quantised(op, args, &sizes, &mut scratch, ex)?,
+        ExpertsForm::QuantAny => any_quantised(op, args, &sizes, &mut scratch, ex)?,
         _ => inputs.grouped(&sizes, &scratch, ex)?,
     }
     if passes > 1 {
@@ -193,9 +196,9 @@ fn any_quantised(
     let in_rows = in_rows.view();
     let out_rows = sorted.view();
     let groups = ExpertGroups { offsets, in_rows, out_rows };
-    let w13 = (w13.device_pack(op)?, None);
-    quant::gate_up(op, args.x, &groups, w13, Activation::SwiGlu, act.view_mut(), ex)?;
-    let w2 = (w2.device_pack(op)?, None);
+    let w13 = (w13.device_pack(op)?, args.epilogue.w13_bias);
+    quant::gate_up(op, args.x, &groups, w13, args.epilogue.activation, act.view_mut(), ex)?;
+    let w2 = (w2.device_pack(op)?, args.epilogue.w2_bias);
     let out = rows.slot_rows.view_mut().reshape(&[slots, sizes.hidden])?;
     quant::down(op, act.view(), &groups, w2, out, ex)
 }

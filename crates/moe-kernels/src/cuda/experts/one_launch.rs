@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Result, bail};
 
+use super::epilogue::ExpertEpilogue;
 use super::packs::Packs;
 use crate::cuda::args::{In, LayerStreamArgs, Out, Output, QuantLayerStreamArgs, StepRoutingArgs};
 use crate::cuda::{ffi, small};
@@ -29,6 +30,7 @@ pub(super) struct OneLaunch<'a> {
     pub packs: Packs,
     pub expert_map: Option<View<'a>>,
     pub sizes: ExpertsCall,
+    pub epilogue: ExpertEpilogue<'a>,
 }
 
 impl OneLaunch<'_> {
@@ -102,6 +104,7 @@ impl OneLaunch<'_> {
                     groups: small(op, groups.map_or(0, |groups| groups.count))?,
                     kept_groups: small(op, groups.map_or(0, |groups| groups.kept))?,
                     routing,
+                    epilogue: self.epilogue.args(op, cuda)?,
                     $($own)*
                 }
             };
@@ -129,7 +132,7 @@ impl OneLaunch<'_> {
 mod tests {
     use super::*;
     use crate::cuda::args::QuantFormat;
-    use crate::plan::{ColumnOrder, Gpu, Machine, QuantWeights};
+    use crate::plan::{ColumnOrder, EpilogueCall, Gpu, Machine, QuantWeights};
     use crate::scheme::{QuantGroup, QuantScheme};
 
     /// bf16, integers of 4 bits, FP8.
@@ -186,6 +189,7 @@ mod tests {
                                     inter,
                                     quant,
                                     passes: 1,
+                                    epilogue: EpilogueCall::PLAIN,
                                 };
                                 let kernel = fits(&call, gpu);
                                 let host = call.fits_one_launch(&machine);

@@ -3,6 +3,7 @@
 use candle_core::{DType, Result, bail};
 
 use super::arguments::{FusedExperts, check, quantisation};
+use super::epilogue::ExpertEpilogue;
 use super::launch::{Buckets, Inputs, Rows, ScratchArray, bucket_counts, clear_bucket_counts};
 use super::one_launch::{Choice, OneLaunch};
 use super::packs::Packs;
@@ -30,6 +31,8 @@ pub struct MonolithicExperts<'a> {
     /// i32, expert to local slot, -1 = elsewhere; `None` = all are here. Its length is E + S, or, if the gate names
     /// copies, the number of copies.
     pub expert_map: Option<View<'a>>,
+    /// Biases and activation.
+    pub epilogue: ExpertEpilogue<'a>,
 }
 
 /// Σ_k weight_k · w2\[e\] (silu(gate) · up), over the experts that the gate chooses and that are on this rank, k
@@ -117,6 +120,7 @@ impl MonolithicExperts<'_> {
             inter,
             quant,
             passes: 1,
+            epilogue: self.epilogue.check(op, [num_local, hidden, inter])?,
         })
     }
 
@@ -130,7 +134,16 @@ impl MonolithicExperts<'_> {
     ) -> Result<OneLaunch<'b>> {
         let choice = Choice::Gate(self.gate);
         let packs = Packs::of(op, [self.w13, self.w2], ex)?;
-        Ok(OneLaunch { op, x, norm, choice, packs, expert_map: self.expert_map, sizes })
+        Ok(OneLaunch {
+            op,
+            x,
+            norm,
+            choice,
+            packs,
+            expert_map: self.expert_map,
+            sizes,
+            epilogue: self.epilogue,
+        })
     }
 }
 
@@ -199,10 +212,10 @@ impl Products {
         };
         let outputs = (logits.view_mut(), ids.view_mut(), weights.view_mut());
         gate_route(x, args.gate, outputs, buckets, ex)?;
-        let MonolithicExperts { w13, w2, expert_map, .. } = *args;
+        let MonolithicExperts { w13, w2, expert_map, epilogue, .. } = *args;
         let topk_ids = ids.view();
         let topk_weights = weights.view();
-        let fused = FusedExperts { x, w13, w2, topk_ids, topk_weights, expert_map, lists: None };
+        let fused = FusedExperts { x, w13, w2, topk_ids, topk_weights, expert_map, lists: None, epilogue };
         check(op, &fused)?;
         let inputs = Inputs::of(op, &fused, ex)?;
         let rows = match form {
