@@ -77,11 +77,12 @@ fn quantised_experts_with_biases_are_those_of_their_definition() {
         (true, Tensor, 3, 40),
         (false, Wide, 3, 300),
     ];
-    let schemes: [QuantScheme; 4] = [
+    let schemes: [QuantScheme; 5] = [
         int(4, 128, false, false),
         int(4, 32, true, false),
         int(8, 64, true, false),
         fp8(QuantGroup::Block { n: 128, k: 128 }),
+        QuantScheme::fp4(QuantGroup::Size(32)),
     ];
     for (at, [hidden, inter]) in
         small([[128, 128], [384, 256], [1024, 384]], 128, |size| size[0]).into_iter().enumerate()
@@ -97,7 +98,8 @@ fn quantised_experts_with_biases_are_those_of_their_definition() {
         }
     }
     // The widths of gpt-oss, which end in half of a step of 128 columns.
-    for scheme in [int(4, 32, true, false), fp8(QuantGroup::Channel)] {
+    for scheme in [QuantScheme::fp4(QuantGroup::Size(32)), int(4, 32, true, false), fp8(QuantGroup::Channel)]
+    {
         let (biased, activation) = EPILOGUES[0];
         let packs = Packs::new(&mut rng, 5, [2880, 2880], Some(scheme));
         let packs = packs.with_epilogue(&mut rng, biased, activation);
