@@ -19,6 +19,8 @@ pub struct Case {
     pub window: Option<usize>,
     pub norms: bool,
     pub sinks: bool,
+    /// Whether gates follow q, k and v in their rows.
+    pub gates: bool,
     pub sequences: Vec<Sequence>,
     pub padding: usize,
 }
@@ -84,11 +86,19 @@ impl Given {
             scale: (case.head_dim as f32).powf(-0.5),
             sliding_window: case.window,
             sinks: view_of(&self.sinks),
+            gates: case.gates.then(|| self.floats[0].view()),
         }
     }
 }
 
 impl Case {
+    /// Rows of these heads with norms, and nothing else.
+    pub fn new(heads: (usize, usize), head_dim: usize, block_size: usize, sequences: &[Sequence]) -> Self {
+        let sequences = sequences.to_vec();
+        let [sinks, gates] = [false; 2];
+        Self { heads, head_dim, block_size, window: None, norms: true, sinks, gates, sequences, padding: 0 }
+    }
+
     pub fn data(&self, rng: &mut Rng, model: DType, stream: DType) -> Data {
         let (hq, hkv) = self.heads;
         let d = self.head_dim;
@@ -116,7 +126,7 @@ impl Case {
         let cache = [num_blocks, hkv, bs, d];
         Data {
             rows,
-            qkv: rng.floats(stream, &[rows, (hq + 2 * hkv) * d]),
+            qkv: rng.floats(stream, &[rows, (hq + 2 * hkv + if self.gates { hq } else { 0 }) * d]),
             norms: self.norms.then(|| (rng.floats(model, &[d]), rng.floats(model, &[d]))),
             cos: rng.floats(DType::F32, &[rows, d / 2]),
             sin: rng.floats(DType::F32, &[rows, d / 2]),
@@ -153,7 +163,7 @@ impl Case {
             value_dim: self.head_dim,
             latent: false,
             sinks: false,
-            f32_norms: false,
+            gates: self.gates,
             dtype: DType::BF16,
             block_size: Some(self.block_size),
             aligned: true,
@@ -217,6 +227,7 @@ fn attention_agrees_on_mixed_steps() {
         ((8, 2), 10, 5, Some(3), false),
         ((6, 6), 64, 16, None, true),
         ((20, 1), 96, 16, Some(130), true),
+        ((24, 2), 256, 16, Some(40), true),
         ((32, 4), 128, 16, None, true),
         ((4, 2), 256, 7, None, false),
         ((3, 1), 18, 64, Some(1), true),
@@ -224,10 +235,8 @@ fn attention_agrees_on_mixed_steps() {
     for model in FLOATS {
         for stream in streams(model) {
             for (heads, head_dim, block_size, window, norms) in small(shapes, 64, |shape| shape.1) {
-                let sequences = mixed.clone();
-                let padding = 3;
-                Case { heads, head_dim, block_size, window, norms, sinks: false, sequences, padding }
-                    .check(&mut rng, model, stream);
+                let case = Case::new(heads, head_dim, block_size, &mixed);
+                Case { window, norms, padding: 3, ..case }.check(&mut rng, model, stream);
             }
         }
     }
@@ -250,20 +259,12 @@ fn attention_agrees_on_decoding_prefill_and_nothing() {
     ];
     for model in FLOATS {
         for (sequences, padding) in &steps {
-            for (heads, head_dim) in small([((8, 1), 128), ((4, 4), 64), ((5, 1), 40)], 40, |case| case.1) {
-                let sequences = sequences.clone();
-                let padding = *padding;
-                Case {
-                    heads,
-                    head_dim,
-                    block_size: 16,
-                    window: None,
-                    norms: true,
-                    sinks: false,
-                    sequences,
-                    padding,
+            let shapes = [((8, 1), 128), ((4, 4), 64), ((16, 2), 256), ((5, 1), 40)];
+            for (heads, head_dim) in small(shapes, 40, |case| case.1) {
+                for gates in [false, true] {
+                    let case = Case::new(heads, head_dim, 16, sequences);
+                    Case { gates, padding: *padding, ..case }.check(&mut rng, model, DType::F32);
                 }
-                .check(&mut rng, model, DType::F32);
             }
         }
     }
@@ -281,18 +282,9 @@ fn attention_agrees_where_prompts_run_beside_many_decoding_rows() {
         (vec![(0, 2000)], 1, false),
     ] {
         let sequences: Vec<Sequence> = uneven.iter().copied().chain(prompts).collect();
-        for (heads, head_dim) in [((32, 4), 128), ((32, 8), 64)] {
-            let sequences = sequences.clone();
-            let case = Case {
-                heads,
-                head_dim,
-                block_size: 16,
-                window: None,
-                norms: true,
-                sinks: false,
-                sequences,
-                padding,
-            };
+        for (heads, head_dim) in [((32, 4), 128), ((32, 8), 64), ((16, 2), 256)] {
+            let case = Case::new(heads, head_dim, 16, &sequences);
+            let case = Case { gates: head_dim == 256, padding, ..case };
             assert_eq!(
                 case.form(&machine) == Some(MixedForm::Overlapped),
                 beside,
@@ -319,22 +311,17 @@ fn attention_agrees_with_sinks() {
     ];
     for model in [DType::BF16, DType::F32] {
         for (sequences, padding) in &steps {
-            for (heads, head_dim) in [((16, 2), 64), ((64, 8), 64), ((8, 2), 128), ((5, 1), 64), ((6, 2), 20)]
-            {
+            let shapes =
+                [((16, 2), 64), ((64, 8), 64), ((8, 2), 128), ((5, 1), 64), ((8, 2), 256), ((6, 2), 20)];
+            for (heads, head_dim) in shapes {
                 for window in [None, Some(128), Some(1)] {
-                    let sequences = sequences.clone();
+                    let case = Case::new(heads, head_dim, 16, sequences);
                     let padding = *padding;
-                    let case = Case {
-                        heads,
-                        head_dim,
-                        block_size: 16,
-                        window,
-                        norms: false,
-                        sinks: true,
-                        sequences,
-                        padding,
-                    };
-                    case.check(&mut rng, model, DType::F32);
+                    Case { window, norms: false, sinks: true, padding, ..case }.check(
+                        &mut rng,
+                        model,
+                        DType::F32,
+                    );
                 }
             }
         }
@@ -349,8 +336,8 @@ fn attention_agrees_with_a_window_of_more_positions_than_there_are() {
         let heads = (8, 2);
         let head_dim = 128;
         let window = Some(1 << 31);
-        Case { heads, head_dim, block_size: 16, window, norms: true, sinks: false, sequences, padding: 1 }
-            .check(&mut rng, DType::BF16, DType::F32);
+        let case = Case::new(heads, head_dim, 16, &sequences);
+        Case { window, padding: 1, ..case }.check(&mut rng, DType::BF16, DType::F32);
     }
 }
 
@@ -362,17 +349,7 @@ fn a_slot_beyond_the_cache_is_not_written() {
     let mut p = Place::new(cuda());
     let heads = (8, 2);
     let head_dim = 128;
-    let sequences = vec![(5, 1), (9, 1)];
-    let case = Case {
-        heads,
-        head_dim,
-        block_size: 16,
-        window: None,
-        norms: true,
-        sinks: false,
-        sequences,
-        padding: 0,
-    };
+    let case = Case::new(heads, head_dim, 16, &[(5, 1), (9, 1)]);
     let mut data = case.data(&mut rng, DType::BF16, DType::F32);
     let blocks = data.caches[0].dims()[0] - 1;
     let end = (blocks * case.block_size) as u32;

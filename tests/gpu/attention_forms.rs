@@ -19,7 +19,19 @@ const BOUND: f64 = 1.2e-2;
 
 fn case(heads: (usize, usize), head_dim: usize, block_size: usize, sequences: &[Sequence]) -> Case {
     let sequences = sequences.to_vec();
-    Case { heads, head_dim, block_size, window: None, norms: true, sinks: false, sequences, padding: 0 }
+    // The models with heads of 256 have gates.
+    let gates = head_dim == 256;
+    Case {
+        heads,
+        head_dim,
+        block_size,
+        window: None,
+        norms: true,
+        sinks: false,
+        gates,
+        sequences,
+        padding: 0,
+    }
 }
 
 /// The caches with infinities in every slot that no sequence has written before this step.
@@ -83,7 +95,17 @@ fn decoding_rows_agree_for_every_number_of_splits() {
     let edges = [0, 1, 15, 16, 17, 63, 64, 65, 127, 255, 256, 1000];
     let decoding = |positions: &[usize]| positions.iter().map(|p| (*p, 1)).collect::<Vec<Sequence>>();
     let uneven: Vec<usize> = (0..256).map(|i| i * 37 % 400).collect();
-    let heads = [((32, 4), 128), ((8, 8), 64), ((12, 1), 128), ((16, 4), 64), ((32, 2), 128), ((5, 1), 64)];
+    let heads = [
+        ((32, 4), 128),
+        ((8, 8), 64),
+        ((12, 1), 128),
+        ((16, 4), 64),
+        ((32, 2), 128),
+        ((16, 2), 256),
+        ((24, 2), 256),
+        ((5, 1), 64),
+        ((3, 3), 256),
+    ];
     for (heads, head_dim) in small(heads, 5, |heads| heads.0.0) {
         // A step with fewer rows is cut into more splits.
         let pages = [(16, None), (7, Some(100)), (64, Some(1))];
@@ -108,20 +130,26 @@ fn prompts_agree_on_pages_and_windows_of_every_size() {
         case((8, 8), 64, 64, &[(100, 33), (0, 129), (1000, 256)]),
         case((32, 4), 128, 7, &mixed),
         case((6, 1), 64, 96, &[(0, 300), (513, 130)]),
+        case((16, 2), 256, 16, &mixed),
+        case((24, 2), 256, 7, &mixed),
+        case((4, 1), 256, 192, &[(0, 300), (513, 130)]),
     ];
     for block_size in [8, 32, 64, 128, 256] {
         cases.push(case((32, 4), 128, block_size, &[(77, 1000), (0, 128), (0, 127), (128, 1)]));
         cases.push(case((6, 1), 64, block_size, &[(0, 300), (513, 130)]));
+        cases.push(case((16, 2), 256, block_size, &[(77, 1000), (0, 64), (0, 63), (128, 1), (63, 2)]));
     }
     for window in [1, 20, 128, 129, 300] {
         cases.push(Case { window: Some(window), ..case((12, 4), 128, 16, &[(100, 333), (0, 129)]) });
         cases.push(Case { window: Some(window), ..case((16, 2), 64, 32, &[(0, 700)]) });
+        cases.push(Case { window: Some(window), ..case((8, 2), 256, 32, &[(0, 700), (61, 150)]) });
     }
     // Blocks come in pairs, and in the last pair the second block has no rows. The rows of a pair see positions of two
     // tiles.
     for rows in [129, 160, 161, 384] {
         cases.push(case((32, 1), 64, 16, &[(3, rows)]));
         cases.push(Case { window: Some(300), ..case((32, 1), 128, 32, &[(3, 3 * rows), (90, 3 * rows)]) });
+        cases.push(case((32, 1), 256, 8, &[(3, rows)]));
     }
     for case in small(cases, 3000, |case| case.heads.0 * case.sequences.iter().map(|s| s.1).sum::<usize>()) {
         check(&mut rng, &case);
@@ -138,6 +166,9 @@ fn sharp_scores_agree() {
         case((32, 1), 128, 16, &[(1000, 300)]),
         Case { window: Some(200), ..case((8, 2), 64, 32, &[(0, 700), (130, 5)]) },
         case((4, 1), 128, 7, &[(0, 200), (70, 3)]),
+        case((16, 2), 256, 16, &[(1000, 300)]),
+        case((32, 1), 256, 8, &[(100, 200), (70, 3)]),
+        case((4, 1), 256, 7, &[(0, 200), (70, 3)]),
         case((2, 1), 64, 16, &[(130, 20)]),
     ];
     for case in small(steps, 2, |step| step.heads.0) {
@@ -172,13 +203,16 @@ fn sharp_scores_agree() {
 /// holds for sharp scores too, and a row whose weights become too large must not change its neighbours.
 #[test]
 fn rows_of_a_prompt_do_not_depend_on_their_step() {
-    let mut rng = Rng::new();
-    let heads = (32, 4);
-    let head_dim = 128;
+    for (heads, head_dim) in [((32, 4), 128), ((16, 2), 256)] {
+        check_parts_of_a_prompt(&mut Rng::new(), heads, head_dim);
+    }
+}
+
+fn check_parts_of_a_prompt(rng: &mut Rng, heads: (usize, usize), head_dim: usize) {
     let count = if tiny() { 150 } else { 700 };
     // Both sequences are in the cache. Each step takes some rows of one or both.
     let both = case(heads, head_dim, 16, &[(0, 300), (0, count)]);
-    let data = both.data(&mut rng, DType::BF16, DType::F32);
+    let data = both.data(rng, DType::BF16, DType::F32);
     let q = rng.floats(DType::BF16, &[300 + count, heads.0, head_dim]);
     let p = Place::new(cuda());
     let [k, v] = data.caches.each_ref().map(|cache| p.put(cache));
@@ -207,6 +241,7 @@ fn rows_of_a_prompt_do_not_depend_on_their_step() {
                 scale: (head_dim as f32).powf(-0.5) * sharp,
                 sliding_window: None,
                 sinks: None,
+                gates: None,
             };
             let q = p.put(&cut(&q, from, rows));
             let mut out = p.out(DType::BF16, &[rows, heads.0 * head_dim]);
@@ -240,8 +275,9 @@ fn rows_of_a_prompt_do_not_depend_on_their_step() {
 fn decoding_rows_beside_prompts_are_those_of_one_after_the_other() {
     let mut rng = Rng::new();
     let machine = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
-    for round in 0..if tiny() { 1 } else { 6 } {
-        let (heads, head_dim) = [((32, 4), 128), ((32, 8), 64), ((16, 4), 128)][round % 3];
+    for round in 0..if tiny() { 1 } else { 8 } {
+        let shapes = [((32, 4), 128), ((32, 8), 64), ((16, 4), 128), ((16, 2), 256)];
+        let (heads, head_dim) = shapes[round % shapes.len()];
         let decoding = if tiny() { 60 } else { 150 + rng.below(100) };
         let mut sequences: Vec<Sequence> = (0..decoding).map(|_| (300 + rng.below(400), 1)).collect();
         for _ in 0..[1, 2, 5][rng.below(3)] {
@@ -289,6 +325,9 @@ fn cached_rows_do_not_depend_on_their_step() {
         ((32, 4), 128, 700),
         ((5, 1), 64, 513),
         ((4, 1), 128, 600),
+        ((4, 1), 256, 3),
+        ((16, 2), 256, 70),
+        ((5, 1), 256, 513),
     ];
     for (i, (heads, head_dim, rows)) in
         small(shapes, 513, |shape| shape.0.0 * shape.2 / 6).into_iter().enumerate()
@@ -340,16 +379,7 @@ fn attention_agrees_with_norms_in_f32() {
             for (sequences, padding) in
                 [(vec![(37, 1), (0, 1), (300, 1)], 2), (vec![(5, 1), (0, 70), (128, 9)], 3), (vec![], 2)]
             {
-                let case = Case {
-                    heads,
-                    head_dim,
-                    block_size: 16,
-                    window: None,
-                    norms: true,
-                    sinks: false,
-                    sequences,
-                    padding,
-                };
+                let case = Case { padding, ..case(heads, head_dim, 16, &sequences) };
                 let mut data = case.data(&mut rng, model, DType::F32);
                 let norm = |rng: &mut Rng| rng.floats(DType::F32, &[head_dim]);
                 data.norms = Some((norm(&mut rng), norm(&mut rng)));

@@ -27,17 +27,10 @@ fn rows_for_a_product_in_fp8_are_those_of_bf16() {
         (with(decoding(1), &[(1000, 515)]), 0),
     ];
     for (sequences, padding) in small(steps, 80, |step| step.0.iter().map(|s| s.1).sum()) {
-        for (heads, head_dim) in [((8, 2), 128), ((12, 1), 128), ((24, 8), 128), ((4, 4), 64)] {
-            let case = Case {
-                heads,
-                head_dim,
-                block_size: 16,
-                window: None,
-                norms: true,
-                sinks: head_dim == 128,
-                sequences: sequences.clone(),
-                padding,
-            };
+        for (heads, head_dim) in [((8, 2), 128), ((12, 1), 128), ((24, 8), 128), ((4, 4), 64), ((16, 2), 256)]
+        {
+            let case = Case::new(heads, head_dim, 16, &sequences);
+            let case = Case { sinks: head_dim == 128, gates: head_dim == 256, padding, ..case };
             let data = case.data(&mut rng, DType::BF16, DType::F32);
             let columns = heads.0 * head_dim;
             let n = 128;

@@ -18,7 +18,7 @@ const WIDTH: usize = 4;
 const LAUNCHES: usize = 20;
 
 /// Microseconds of one launch of `op`, the least of four runs of a graph.
-fn micros(ex: &mut Exec, mut op: impl FnMut(&mut Exec) -> candle_core::Result<()>) -> f64 {
+pub fn micros(ex: &mut Exec, mut op: impl FnMut(&mut Exec) -> candle_core::Result<()>) -> f64 {
     op(ex).unwrap();
     let mut graph = Graph::capture(ex, |ex| (0..LAUNCHES).try_for_each(|_| op(ex))).unwrap();
     let mut least = f64::MAX;

@@ -8,6 +8,7 @@ mod align;
 mod attention;
 mod attention_forms;
 mod attention_fp8_rows;
+mod attention_rates;
 mod biased;
 mod checksum;
 mod common;

@@ -98,6 +98,7 @@ impl Case {
                 scale: 3.0 * (d as f32).powf(-0.5),
                 sliding_window: self.window,
                 sinks: None,
+                gates: None,
             };
             let values = if self.shared { k.view() } else { v.view() };
             let mut out = p.out(model, &[rows, hq * dv]);
@@ -222,6 +223,7 @@ fn what_nobody_sees_may_be_anything() {
         scale: 0.04,
         sliding_window: None,
         sinks: None,
+        gates: None,
     };
     let mut out = place.out(DType::BF16, &[rows, heads * 512]);
     let mut ex = place.ex.clone();
@@ -302,6 +304,7 @@ fn prompts_over_latent_rows_agree() {
                     scale: ((n + r) as f32).powf(-0.5),
                     sliding_window: None,
                     sinks: None,
+                    gates: None,
                 },
                 positions: seen,
             };

@@ -30,8 +30,7 @@ const LATENT: [&str; 6] =
     ["deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "glm-4.7-flash", "kimi-k2", "moonlight-16b-a3b"];
 
 /// The kernels of the tier "any" that are accepted, and the reasons.
-const EXCEPTIONS: [(&str, &[&str], &str); 4] = [
-    ("any_attention", &["qwen3.5-35b-a3b"], "no tuned kernel of attention has heads of 256"),
+const EXCEPTIONS: [(&str, &[&str], &str); 3] = [
     (
         "per_head",
         &LATENT,
@@ -122,11 +121,8 @@ impl Requested<'_> {
     }
 
     fn grouped_query(&mut self, rows: usize, decodes: bool, config: &AttentionConfig) {
-        let AttentionConfig { hidden_size, num_heads, num_kv_heads, head_dim, .. } = *config;
-        if config.output_gate {
-            self.linear(rows, [num_heads * head_dim, hidden_size], false);
-        }
-        self.linear(rows, [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size], config.qkv_bias);
+        let AttentionConfig { hidden_size, num_heads, head_dim, .. } = *config;
+        self.linear(rows, [config.qkv_rows(), hidden_size], config.qkv_bias);
         if config.qk_norm == QkNorm::AllHeads {
             self.kernels.insert("heads_norm".to_string());
         }
@@ -138,7 +134,7 @@ impl Requested<'_> {
             value_dim: head_dim,
             latent: false,
             sinks: config.sinks,
-            f32_norms: config.zero_centred_norms,
+            gates: config.output_gate,
             dtype: DType::BF16,
             block_size: None,
             aligned: true,
@@ -184,7 +180,7 @@ impl Requested<'_> {
                 value_dim: kv_lora_rank,
                 latent: true,
                 sinks: false,
-                f32_norms: false,
+                gates: false,
                 dtype: DType::BF16,
                 block_size: None,
                 aligned: true,

@@ -153,9 +153,9 @@ impl AttentionConfig {
         }
     }
 
-    /// Rows of the q, k, v pack.
+    /// Rows of the pack of q, k, v and the output gate.
     pub fn qkv_rows(&self) -> usize {
-        (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        self.stored_query_rows() + 2 * self.num_kv_heads * self.head_dim
     }
 
     pub(super) fn check(&self) -> Result<()> {
@@ -179,6 +179,11 @@ impl AttentionConfig {
         }
         if self.sliding_window == Some(0) {
             bail!("attention: expected a sliding window of at least 1, got 0")
+        }
+        if self.output_gate && self.qk_norm == QkNorm::AllHeads {
+            bail!(
+                "attention: expected norms of q and k over each head next to an output gate, got norms over all heads"
+            )
         }
         Ok(())
     }

@@ -6,7 +6,7 @@ use moe_kernels::arguments::expect_rows;
 use moe_kernels::plan::{AttentionCall, Fusion, Machine, MixedCall, Reason, Stage};
 use moe_kernels::{
     AttentionMeta, Exec, ProductRows, QkNormRope, RowsViewMut, StepRows, ViewMut, forward_rows,
-    rope_attention_into, sigmoid_gate_into,
+    rope_attention_into,
 };
 use moe_layer::PlanStep;
 use tracing::trace_span;
@@ -36,9 +36,6 @@ impl Mixer for Attention {
     }
 
     fn fits(&self, fusion: Fusion, step: &PlanStep, machine: &Machine) -> std::result::Result<(), Reason> {
-        if self.weights.gate.is_some() && fusion != Fusion::Nothing {
-            return Err(Reason::Part { part: "an attention with an output gate" });
-        }
         let products = [&self.weights.qkv, &self.weights.o];
         fits_products(fusion, products, self.output_ranks(), step.rows, machine)
     }
@@ -63,17 +60,13 @@ impl Mixer for Attention {
             stages.push(self.all_heads_stage());
         }
         stages.extend(self.rows_call(step).stages(machine));
-        if let Some(gate) = &self.weights.gate {
-            stages.push(gate.stage(&["output gate"], fusion, step.rows, machine));
-            stages.push(Stage::new(&["gated heads"], "sigmoid_gate"));
-        }
         stages.extend(self.weights.o.last_stages(fusion, step.rows, self.output_ranks(), machine));
         stages
     }
 }
 
 impl Attention {
-    /// `attended` [T, Hq * D] from the products `qkv` [T, (Hq + 2 Hkv) * D] f32.
+    /// `attended` [T, Hq * D] from the products `qkv` f32 of q, k, v and gates.
     fn attend_into(
         &self,
         mut qkv: ViewMut,
@@ -111,6 +104,7 @@ impl Attention {
             scale: self.scale,
             sliding_window: self.config.sliding_window,
             sinks: sinks.view()?,
+            gates: self.config.output_gate.then_some(args.qkv),
         };
         let (k_cache, Some(v_cache)) = kv.kv_mut() else {
             bail!("attention: expected a KV cache with value rows, got one of keys only")
@@ -176,8 +170,7 @@ impl Attention {
         // q, k and v are rounded once: k and v when they enter the cache, q never.
         let mut qkv = ex.scratch(DType::F32, &[t, self.config.qkv_rows()])?;
         w.qkv.first_into(io, qkv.view_mut(), ex)?;
-        // An output gate multiplies floats.
-        let mut attended = match w.gate.is_some() || io.fusion() == Fusion::NormAdd {
+        let mut attended = match io.fusion() == Fusion::NormAdd {
             true => {
                 let width = self.config.num_heads * self.config.head_dim;
                 ProductRows::Floats(ex.scratch(w.qkv.weight.dtype(), &[t, width])?)
@@ -185,18 +178,7 @@ impl Attention {
             false => ProductRows::of_product(t, w.o.weight.read()?.view()?, w.o.bias.is_some(), ex)?,
         };
         self.attend_into(qkv.view_mut(), step, rope, kv, attended.rows_mut(), ex)?;
-        if let Some(gate) = &w.gate {
-            let mut gates = ex.scratch(DType::F32, &[t, self.config.num_heads * self.config.head_dim])?;
-            gate.first_into(io, gates.view_mut(), ex)?;
-            sigmoid_gate_into(gates.view(), attended.rows_mut().floats("an output gate")?, ex)?;
-        }
         Ok(attended)
-    }
-
-    /// Whether the norms of q and k have weights with more digits than the model dtype.
-    fn has_f32_norms(&self) -> bool {
-        let norms = self.weights.qk_norm.as_ref();
-        norms.is_some_and(|(q_norm, _)| q_norm.dtype() != self.weights.qkv.weight.dtype())
     }
 
     /// The ranks that add up the output product, if there are some.
@@ -215,7 +197,7 @@ impl Attention {
             value_dim: head_dim,
             latent: false,
             sinks: self.config.sinks,
-            f32_norms: self.has_f32_norms(),
+            gates: self.config.output_gate,
             dtype: self.weights.qkv.weight.dtype(),
             block_size: None,
             aligned: true,

@@ -21,9 +21,8 @@ pub struct Attention {
 /// [`AttentionWeights`](super::AttentionWeights) in the form in which a layer holds them.
 #[derive(Clone, Debug)]
 pub(super) struct LayerWeights {
+    /// Rows of q, k and v, and then of an output gate, [Hq * D, H].
     pub qkv: Projection,
-    /// The projection whose sigmoid scales the heads' outputs, [Hq * D, H].
-    pub gate: Option<Projection>,
     pub o: Projection,
     pub qk_norm: Option<(Tensor, Tensor)>,
     /// `[Hq]` f32, because kernels add it to denominators without rounding.

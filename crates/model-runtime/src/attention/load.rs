@@ -1,6 +1,6 @@
 //! An attention layer from tensors or from a checkpoint.
 
-use candle_core::{DType, Error, Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 use moe_kernels::names::AttentionNames;
 use moe_kernels::quant::QuantUse;
@@ -22,10 +22,8 @@ impl Attention {
         config.check()?;
         weights.check(&config)?;
         let AttentionWeights { qkv, qkv_bias, o, o_bias, qk_norm, sinks } = weights;
-        let (qkv, gate) = config.projections(qkv, qkv_bias)?;
         let weights = LayerWeights {
-            qkv,
-            gate,
+            qkv: config.projection(qkv, qkv_bias)?,
             o: Projection { weight: Weight::new(o)?, bias: o_bias },
             qk_norm: qk_norm.map(|norms| config.norms_in_rotated_order(norms)).transpose()?,
             sinks: sinks.map(|sinks| sinks.to_dtype(DType::F32)).transpose()?,
@@ -71,17 +69,16 @@ impl Attention {
             }
         };
         let qkv_bias = config.qkv_bias.then(|| load_packed(&vb, &biases, &[])).transpose()?;
-        let (qkv, gate) = match config.is_in_stored_order() {
-            false => config.projections(load_floats(&vb, &modules, h, context)?, qkv_bias)?,
+        let qkv = match config.is_in_stored_order() {
+            false => config.projection(load_floats(&vb, &modules, h, context)?, qkv_bias)?,
             true => {
                 let weight = load_weight(&vb, &modules, h, QuantUse::Linear, context)?;
-                (Projection { weight, bias: qkv_bias }, None)
+                Projection { weight, bias: qkv_bias }
             }
         };
         let output = context.row_parallel_use(q);
         let weights = LayerWeights {
             qkv: qkv.packed(context.cpu_isa)?,
-            gate: gate.map(|gate| gate.packed(context.cpu_isa)).transpose()?,
             o: Projection::load([h, q], config.o_bias, vb.pp(names.o), output, context)?,
             qk_norm: match config.norm_widths() {
                 Some([q, k]) => {
@@ -109,22 +106,12 @@ impl AttentionConfig {
         self.is_in_rotated_order() && !self.output_gate
     }
 
-    /// The products of q, k and v, in the order in which kernels rotate heads, and the product of the output gate, from
-    /// the stored rows.
-    fn projections(&self, rows: Tensor, bias: Option<Tensor>) -> Result<(Projection, Option<Projection>)> {
+    /// The product of q, k and v, in the order in which kernels rotate heads, and of the output gate, from the stored
+    /// rows.
+    fn projection(&self, rows: Tensor, bias: Option<Tensor>) -> Result<Projection> {
         let heads = self.query_key_heads();
-        let (qkv, gate) = self.without_gate(rows)?;
-        let (qkv_bias, gate_bias) = match bias {
-            Some(bias) => {
-                let (qkv, gate) = self.without_gate(bias)?;
-                (Some(self.in_rotated_order(qkv, heads)?), gate)
-            }
-            None => (None, None),
-        };
-        let qkv = Projection { weight: Weight::new(self.in_rotated_order(qkv, heads)?)?, bias: qkv_bias };
-        let gate =
-            gate.map(|gate| Ok::<_, Error>(Projection { weight: Weight::new(gate)?, bias: gate_bias }));
-        Ok((qkv, gate.transpose()?))
+        let ordered = |rows: Tensor| self.in_rotated_order(self.with_gate_last(rows)?, heads);
+        Ok(Projection { weight: Weight::new(ordered(rows)?)?, bias: bias.map(ordered).transpose()? })
     }
 }
 

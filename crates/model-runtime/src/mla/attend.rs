@@ -108,6 +108,7 @@ impl MlaAttention {
             scale: self.config.softmax_scale as f32,
             sliding_window: None,
             sinks: None,
+            gates: None,
         };
         let Up::Absorbed { w_uk, w_uv } = &self.up else {
             let mut rotated = ex.scratch(DType::F32, &[t, num_heads, width])?;

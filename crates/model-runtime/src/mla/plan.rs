@@ -164,7 +164,7 @@ impl MlaAttention {
             value_dim,
             latent,
             sinks: false,
-            f32_norms: false,
+            gates: false,
             dtype: self.o.weight.dtype(),
             block_size,
             aligned: true,

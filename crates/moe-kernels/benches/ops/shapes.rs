@@ -188,6 +188,7 @@ fn attention(bench: &mut Bench, rows: usize, context: usize) {
         scale: 0.125,
         sliding_window: None,
         sinks: None,
+        gates: None,
     };
     let seen = rows * context - rows * (rows - 1) / 2;
     let floor = Floor { bytes: (2 * context * HKV * D * 2) as f64, flop: (4 * seen * HQ * D) as f64 };

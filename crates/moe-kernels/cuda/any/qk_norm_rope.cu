@@ -12,7 +12,7 @@ constexpr uint32_t kNoSlot = 0xffffffffu;
 
 template <class T, class S, class Q, class W>
 struct RopeArgs {
-  const S* qkv;     // [tokens, (heads + 2 kv_heads) head_dim]
+  const S* qkv;     // [tokens, qkv_row]
   const W* q_norm;  // [head_dim] or null
   const W* k_norm;
   const float* cos;  // [angle_rows, head_dim / 2]
@@ -23,7 +23,7 @@ struct RopeArgs {
   T* k_cache;                   // [.., kv_heads, block_size, head_dim]
   T* v_cache;
   float eps;
-  int tokens, heads, kv_heads, head_dim, block_size;
+  int tokens, heads, kv_heads, head_dim, block_size, qkv_row;
   uint32_t num_slots;
 };
 
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kWarps * 32) qk_norm_rope(const RopeArgs<T, S,
   const int all = a.heads + 2 * a.kv_heads, token = blockIdx.x;
   const int head = blockIdx.y * kWarps + threadIdx.x / 32;
   if (head >= all) return;
-  const S* x = a.qkv + (static_cast<size_t>(token) * all + head) * a.head_dim;
+  const S* x = a.qkv + static_cast<size_t>(token) * a.qkv_row + static_cast<size_t>(head) * a.head_dim;
   const size_t angles = static_cast<size_t>(a.angle_index ? a.angle_index[token] : token) * (a.head_dim / 2);
   if (head < a.heads) {
     norm_rope(a, x, a.q_norm, angles, a.q_out + (static_cast<size_t>(token) * a.heads + head) * a.head_dim);
@@ -89,6 +89,7 @@ cudaError_t launch_rope(const QkNormRopeArgs& c, void* stream) {
                                   c.kv_heads,
                                   c.head_dim,
                                   c.block_size,
+                                  c.qkv_row,
                                   static_cast<uint32_t>(c.num_slots)};
   const int64_t all = c.heads + 2 * static_cast<int64_t>(c.kv_heads);
   const dim3 grid(c.tokens, static_cast<unsigned>(ceil_div(all, kWarps)));
@@ -107,7 +108,7 @@ extern "C" int moe_any_qk_norm_rope_cache(const moe::QkNormRopeArgs* args, void*
       c.num_slots < 0 || c.num_slots > kNoSlot)
     return cudaErrorInvalidValue;
   const int64_t all = c.heads + 2 * static_cast<int64_t>(c.kv_heads);
-  if (all > 65535 * kWarps) return cudaErrorInvalidValue;
+  if (all > 65535 * kWarps || all * c.head_dim > c.qkv_row) return cudaErrorInvalidValue;
   if (c.tokens == 0 || all == 0) return cudaSuccess;
   return with_stream(c.dtype, c.stream_dtype, [&](auto t, auto s) {
     using T = typename decltype(t)::type;

@@ -76,11 +76,14 @@ __global__ void sigmoid(float* x, int64_t count) {
   for (int64_t i = element_start(); i < count; i += element_step()) x[i] = 1.f / (1.f + expf(-x[i]));
 }
 
+/// The gates are the last values of their rows.
 template <class T>
-__global__ void sigmoid_gate(const float* gate, T* x, int64_t count) {
+__global__ void sigmoid_gate(const float* gates, T* x, int width, int gate_row) {
   pdl_wait();
-  for (int64_t i = element_start(); i < count; i += element_step())
-    x[i] = narrow<T>(widen(x[i]) * (1.f / (1.f + expf(-gate[i]))));
+  const float* gate = gates + static_cast<size_t>(blockIdx.x) * gate_row + (gate_row - width);
+  T* to = x + static_cast<size_t>(blockIdx.x) * width;
+  for (int i = column_start(); i < width; i += column_step())
+    to[i] = narrow<T>(widen(to[i]) * (1.f / (1.f + expf(-gate[i]))));
 }
 
 }  // namespace
@@ -192,13 +195,15 @@ extern "C" int moe_any_sigmoid(void* x, int64_t count, void* stream) {
   return launch(sigmoid, over_elements(count, stream), static_cast<float*>(x), count);
 }
 
-/// x [count] of `dtype` *= 1 / (1 + e^-gate) with gate [count] f32: output gates of attention.
-extern "C" int moe_any_sigmoid_gate(const void* gate, void* x, moe::Dtype dtype, int64_t count, void* stream) {
-  if (count < 0) return cudaErrorInvalidValue;
-  if (count == 0) return cudaSuccess;
+/// x [rows, width] of `dtype` *= 1 / (1 + e^-gate), with the gates in the last columns of [rows, gate_row] f32: output
+/// gates of attention.
+extern "C" int moe_any_sigmoid_gate(const void* gates, void* x, moe::Dtype dtype, int rows, int width, int gate_row,
+                                    void* stream) {
+  if (rows < 0 || width < 0 || gate_row < width) return cudaErrorInvalidValue;
+  if (rows == 0 || width == 0) return cudaSuccess;
   return with_dtype(dtype, [&](auto t) {
     using T = typename decltype(t)::type;
-    return launch(sigmoid_gate<T>, over_elements(count, stream), static_cast<const float*>(gate), static_cast<T*>(x),
-                  count);
+    return launch(sigmoid_gate<T>, over_rows(rows, width, stream), static_cast<const float*>(gates), static_cast<T*>(x),
+                  width, gate_row);
   });
 }

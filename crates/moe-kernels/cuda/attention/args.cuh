@@ -5,10 +5,10 @@
 
 namespace moe {
 
-/// Head norm, rotary embedding and cache write. The kernels of `attention/` take q_out and the caches in bf16 and qkv
-/// in f32; the kernel of `any/` takes every dtype.
+/// Head norm, rotary embedding and cache write. The kernels of `attention/` take q_out and the caches in bf16, qkv in
+/// f32, and norms in either; the kernel of `any/` takes every dtype.
 struct QkNormRopeArgs {
-  const void* qkv;              // [tokens, (heads + 2 kv_heads) head_dim] of `stream_dtype`
+  const void* qkv;              // [tokens, qkv_row] of `stream_dtype`: q, k and v come first in their rows
   const void* q_norm;           // [head_dim] of `norm_dtype`, or null: no norm
   const void* k_norm;           // the same as q_norm
   float eps;                    // of the norms
@@ -21,6 +21,7 @@ struct QkNormRopeArgs {
   void* v_cache;                // the same as k_cache
   Dtype dtype, stream_dtype, q_dtype, norm_dtype;
   int tokens, heads, kv_heads, head_dim, block_size;
+  int qkv_row;        // at least (heads + 2 kv_heads) head_dim
   int64_t num_slots;  // slots from this one on write nothing to the cache
 };
 
@@ -49,19 +50,23 @@ struct PagedAttentionArgs {
   int splits;
   // [heads] a logit of each head that has no value, or null. Used by moe_attention_prefill* and `any/`.
   const float* sinks;
+  // [tokens, gate_row]: the sigmoids of the last heads * value_dim values of a row scale its results, after they were
+  // rounded; or null. Used by moe_attention_prefill*, with heads of 256.
+  const float* gates;
+  int gate_row;
 };
 
 /// One new token per sequence, from qkv to attention. A row whose slot is u32::MAX, or a slot that the cache does not
 /// have, is padding: its output is zeros and nothing is written to the cache.
 struct AttentionDecodeArgs {
-  const float* qkv;  // [rows, (heads + 2 kv_heads) head_dim]
+  const float* qkv;  // [rows, qkv_row]
   const void* q_norm;
   const void* k_norm;
   float eps;
   const float* cos;
   const float* sin;
   const uint32_t* angle_index;
-  const uint32_t* slots;         // [rows]; these seven are the same as in QkNormRopeArgs, bf16
+  const uint32_t* slots;         // [rows]; these seven are the same as in QkNormRopeArgs
   const uint32_t* positions;     // [rows] of the new tokens
   const uint32_t* block_tables;  // [rows, max_blocks]
   int max_blocks;
@@ -74,7 +79,11 @@ struct AttentionDecodeArgs {
   int window;
   int splits;          // from moe_attention_decode_splits
   int64_t num_slots;   // of the cache
+  Dtype norm_dtype;    // of q_norm and k_norm: bf16 or f32
+  int qkv_row;         // at least (heads + 2 kv_heads) head_dim
   const float* sinks;  // [heads] a logit of each head that takes part in the softmax and has no value; null: none
+  const float* gates;  // [rows, gate_row], with heads of 256: the same as in PagedAttentionArgs; or null
+  int gate_row;
 };
 
 /// The rows of latent attention after the down-projection: the latent is normed, and the other part is rotated.

@@ -1,10 +1,10 @@
 // Attention of one new token per sequence over the paged KV cache, grouped heads, with the token's own q/k norm,
 // rotary embedding and cache write in the prologue.
 //
-// Floor: the KV of every sequence once, 4 D bytes per position and KV head (2 KB per token of Qwen3-30B-A3B:
-// 134 MB at 256 sequences of 256, 16.8 MB at one of 8k), over the read bandwidth. For one short sequence the floor
-// is nothing and latency is all: everything that does not depend on this token (block tables, the first keys and
-// values) is fetched before pdl_wait().
+// Floor: the KV of every sequence once, 4 D bytes per position and KV head (2 KB per token of Qwen3-30B-A3B, with 4
+// heads of 128, and of Qwen3.5-35B-A3B, with 2 of 256: 134 MB at 256 sequences of 256, 16.8 MB at one of 8k), over the
+// read bandwidth. For one short sequence the floor is nothing and latency is all: everything that does not depend on
+// this token (block tables, the first keys and values) is fetched before pdl_wait().
 //
 // A block takes one sequence, up to 8 query heads of one KV head, and a range of positions (a split). Each warp goes
 // through its own tiles of 16 positions, which are copied to its own part of shared memory (attention/ring.cuh), so
@@ -81,9 +81,10 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, const KvMaps& maps, 
   const BlockPartial<D> block(a, p, s, token);
   if (!merges) {
     const ThreadSlice<D> mine;
-    float out[ThreadSlice<D>::kPer];
+    float out[ThreadSlice<D>::kPer], gate[ThreadSlice<D>::kPer] = {};
+    load_gates<D>(gate, a, p, mine.head, mine.d);
 #pragma unroll
-    for (int i = 0; i < ThreadSlice<D>::kPer; ++i) out[i] = block.value[i] / block.sum;
+    for (int i = 0; i < ThreadSlice<D>::kPer; ++i) out[i] = gated<D>(a, block.value[i] / block.sum, gate[i]);
     if constexpr (kFp8) return store_fp8(a, p, mine.head, out);
     if (mine.head < p.heads) store_bf16(a.out + out_at<D>(a, p, mine.head) + mine.d, out);
     return;
@@ -104,10 +105,17 @@ __device__ __forceinline__ void decode(const DecodeArgs& a, const KvMaps& maps) 
   if (a.beside && last) pdl_wait();
 }
 
-/// kTiles: whether the copy engine copies tiles. There are registers for four blocks on an SM, or for one next to a
+/// The number of blocks for which an SM has registers. With heads of 256 it has shared memory for two.
+template <int D, bool kTiles>
+constexpr int kSmBlocks = D <= 128 ? 4
+                          : kTiles ? 3
+                                   : 2;
+
+/// kTiles: whether the copy engine copies tiles. There are registers for some blocks on an SM, or for one next to a
 /// block of the products before.
 template <int D, bool kTiles, bool kFp8>
-__global__ void __launch_bounds__(kThreads, 4) decode_kernel(DecodeArgs a, const __grid_constant__ KvMaps maps) {
+__global__ void __launch_bounds__(kThreads, kSmBlocks<D, kTiles>)
+    decode_kernel(DecodeArgs a, const __grid_constant__ KvMaps maps) {
   if constexpr (!kTiles) {
     decode<D, CopyRing<D>, kFp8>(a, maps);
   } else {
@@ -129,22 +137,27 @@ int run(const DecodeArgs& a, int rows, int major, void* stream) {
   return e == cudaSuccess ? launch(decode_kernel<D, true, kFp8>, l, a, maps) : e;
 }
 
+static_assert(Shared<256>::kBytes == 78272, "the plan has this size, too: src/plan/attention.rs");
+
 bool valid_splits(int splits) {
   return splits == 1 || splits == 2 || splits == 4 || (splits > 0 && splits % 8 == 0 && splits <= 128);
 }
 
 int run_decode(const AttentionDecodeArgs& c, int beside, const fp8::RowsOut& fp8, void* stream) {
   if (c.rows < 0 || c.rows > 65535 || c.kv_heads <= 0 || c.heads <= 0 || c.heads % c.kv_heads != 0 ||
-      c.block_size <= 0 || c.window < 0 || !valid_splits(c.splits) || c.num_slots < 0 || c.num_slots > kNoSlot)
+      c.block_size <= 0 || c.window < 0 || !valid_splits(c.splits) || c.num_slots < 0 || c.num_slots > kNoSlot ||
+      (c.norm_dtype != Dtype::kBf16 && c.norm_dtype != Dtype::kF32) || !holds_qkv(c) ||
+      !fits_gates(c.gates, c.gate_row, c.heads, c.head_dim))
     return cudaErrorInvalidValue;
   if (c.rows == 0) return cudaSuccess;
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
   if (limits.major < 9 && c.splits > 1) return cudaErrorNotSupported;  // needs clusters
+  const bool norms_in_f32 = c.norm_dtype == Dtype::kF32;
   const DecodeArgs a = {c.qkv,
-                        static_cast<const bf16*>(c.q_norm),
-                        static_cast<const bf16*>(c.k_norm),
+                        {c.q_norm, norms_in_f32},
+                        {c.k_norm, norms_in_f32},
                         c.eps,
                         {c.cos, c.sin, c.angle_index},
                         c.slots,
@@ -161,8 +174,11 @@ int run_decode(const AttentionDecodeArgs& c, int beside, const fp8::RowsOut& fp8
                         c.splits,
                         beside != 0,
                         fp8,
-                        c.sinks};
+                        c.sinks,
+                        c.qkv_row,
+                        gates_of(c.gates, c.gate_row, c.heads * c.head_dim)};
   if (fp8.scales != nullptr) return run<fp8::kGroup, true>(a, c.rows, limits.major, stream);
+  if (c.head_dim == 256) return run<256, false>(a, c.rows, limits.major, stream);
   if (c.head_dim == 128) return run<128, false>(a, c.rows, limits.major, stream);
   if (c.head_dim == 64) return run<64, false>(a, c.rows, limits.major, stream);
   return cudaErrorInvalidValue;
@@ -190,7 +206,7 @@ extern "C" size_t moe_attention_decode_workspace(int rows, int heads, int kv_hea
 
 /// out = attention of one new token per sequence. The token's key and value are stored in the cache and take part.
 /// Positions, slots, tables and the cache of earlier positions must have been written before this step began. head_dim
-/// is 64 or 128.
+/// is 64, 128 or 256.
 extern "C" int moe_attention_decode(const moe::AttentionDecodeArgs* args, void* stream) {
   return moe_attention_decode_beside(args, 0, stream);
 }

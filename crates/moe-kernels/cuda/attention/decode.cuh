@@ -17,8 +17,7 @@ constexpr int kMaxCluster = 8;
 
 struct DecodeArgs {
   const float* qkv;
-  const bf16* q_norm;
-  const bf16* k_norm;
+  NormWeight q_norm, k_norm;
   float eps;
   Angles angles;
   const uint32_t* slots;
@@ -36,6 +35,8 @@ struct DecodeArgs {
   bool beside;         // whether everything that this kernel reads was written before the previous kernel began
   fp8::RowsOut fp8;    // used instead of `out` if it has scales: heads of 128
   const float* sinks;  // [heads], or null
+  int qkv_row;         // floats from one row of qkv to the next
+  Gates gates;         // with heads of 256
 };
 
 /// What a block works on.
@@ -125,6 +126,23 @@ __device__ __forceinline__ size_t out_at(const DecodeArgs& a, const Place& p, in
   return (static_cast<size_t>(p.row) * a.heads + p.head + head) * D;
 }
 
+/// kCount gates of a head from dimension `d` on, if there are any; they are loaded before a merge waits.
+template <int D, int kCount>
+__device__ __forceinline__ void load_gates(float (&gate)[kCount], const DecodeArgs& a, const Place& p, int head, int d,
+                                           int step = 1) {
+  if constexpr (D == kGatedHead) {
+    if (!a.gates.any() || head >= p.heads) return;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) gate[i] = __ldcg(a.gates.at(p.row, (p.head + head) * D + d) + i * step);
+  }
+}
+
+/// A result as it is stored.
+template <int D>
+__device__ __forceinline__ float gated(const DecodeArgs& a, float x, float gate) {
+  return D == kGatedHead && a.gates.any() ? Gates::scaled(x, gate) : x;
+}
+
 /// What the prologue needs and no kernel of this step writes; it is loaded before pdl_wait().
 template <int D>
 struct Constants {
@@ -163,7 +181,7 @@ template <int D, class Shared>
 __device__ __forceinline__ NewToken<D> prologue(const DecodeArgs& a, const Place& p, uint32_t slot,
                                                 const Constants<D>& c, const Shared& s) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, kv = a.cache.heads;
-  const float* qkv = a.qkv + static_cast<size_t>(p.row) * (a.heads + 2 * kv) * D;
+  const float* qkv = a.qkv + static_cast<size_t>(p.row) * a.qkv_row;
   constexpr int kPerWarp = kHeads / kWarps;
   static_assert(kPerWarp == 2, "two query heads and the key per warp");
   const bool first = p.split == 0;
@@ -185,7 +203,7 @@ __device__ __forceinline__ NewToken<D> prologue(const DecodeArgs& a, const Place
     }
   }
   norm_heads<D, kPerWarp + 1>(h, {c.q_norm_weight, c.q_norm_weight, c.k_norm_weight},
-                              {a.q_norm != nullptr, a.q_norm != nullptr, a.k_norm != nullptr}, a.eps);
+                              {a.q_norm.data != nullptr, a.q_norm.data != nullptr, a.k_norm.data != nullptr}, a.eps);
 #pragma unroll
   for (Head<D>& x : h) {
     rotate_head<D>(x, c.angle);

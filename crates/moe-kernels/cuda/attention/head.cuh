@@ -36,7 +36,11 @@ template <int D>
 __device__ __forceinline__ Head<D> load_pairs(const float* low, const float* high) {
   const int at = threadIdx.x % 32 * Head<D>::kPairs;
   Head<D> h;
-  if constexpr (Head<D>::kPairs == 2) {
+  if constexpr (Head<D>::kPairs == 4) {
+    const float4 l = __ldcg(reinterpret_cast<const float4*>(low + at));
+    const float4 u = __ldcg(reinterpret_cast<const float4*>(high + at));
+    h = {{l.x, l.y, l.z, l.w}, {u.x, u.y, u.z, u.w}};
+  } else if constexpr (Head<D>::kPairs == 2) {
     const float2 l = __ldcg(reinterpret_cast<const float2*>(low + at));
     const float2 u = __ldcg(reinterpret_cast<const float2*>(high + at));
     h = {{l.x, l.y}, {u.x, u.y}};
@@ -51,15 +55,26 @@ __device__ __forceinline__ Head<D> load_head(const float* x) {
   return load_pairs<D>(x, x + D / 2);
 }
 
+/// The weights [head_dim] of a norm: bf16, or f32 in a model that adds 1 to what its checkpoint stores.
+struct NormWeight {
+  const void* data;  // null: there is no norm
+  bool in_f32;
+
+  __device__ __forceinline__ float at(int i) const {
+    return in_f32 ? static_cast<const float*>(data)[i] : __bfloat162float(static_cast<const bf16*>(data)[i]);
+  }
+};
+
 /// The weight of a norm; 1 if there is no norm.
 template <int D>
-__device__ __forceinline__ Head<D> load_norm_weight(const bf16* weight) {
-  const int lane = threadIdx.x % 32;
+__device__ __forceinline__ Head<D> load_norm_weight(const NormWeight& weight) {
+  const int first = threadIdx.x % 32 * Head<D>::kPairs;
+  const bool normed = weight.data != nullptr;
   Head<D> h;
 #pragma unroll
   for (int i = 0; i < Head<D>::kPairs; ++i) {
-    h.low[i] = weight ? __bfloat162float(weight[lane * Head<D>::kPairs + i]) : 1.f;
-    h.high[i] = weight ? __bfloat162float(weight[D / 2 + lane * Head<D>::kPairs + i]) : 1.f;
+    h.low[i] = normed ? weight.at(first + i) : 1.f;
+    h.high[i] = normed ? weight.at(D / 2 + first + i) : 1.f;
   }
   return h;
 }
@@ -128,6 +143,35 @@ __device__ __forceinline__ uint32_t swizzle(uint32_t r, uint32_t c) {
   return r * D * 2 + ((c ^ (r & 7)) << 4);
 }
 
+/// Gates of the values that heads attend to: a value of a row is rounded, scaled by the sigmoid of its gate, and
+/// rounded again, as by moe_any_sigmoid_gate.
+struct Gates {
+  const float* first;  // of the first row's first value; null: there are none
+  int row;             // floats from one row to the next
+
+  __device__ __forceinline__ bool any() const { return first != nullptr; }
+  /// Where the gate of a row's value is.
+  __device__ __forceinline__ const float* at(int token, int column) const {
+    return first + static_cast<size_t>(token) * row + column;
+  }
+  static __device__ __forceinline__ float scaled(float x, float gate) {
+    return __bfloat162float(__float2bfloat16_rn(x)) * (1.f / (1.f + expf(-gate)));
+  }
+};
+
+/// The gates of `width` values a row, which are the last ones of rows of `row` floats.
+inline Gates gates_of(const float* rows, int row, int width) {
+  return {rows == nullptr ? nullptr : rows + (row - width), row};
+}
+
+/// The heads whose kernels have gates.
+constexpr int kGatedHead = 256;
+
+/// Whether gates fit the kernels: only kernels of some heads have them.
+inline bool fits_gates(const float* rows, int row, int heads, int head_dim) {
+  return rows == nullptr || (head_dim == kGatedHead && heads * static_cast<int64_t>(head_dim) <= row && row % 4 == 0);
+}
+
 /// A paged KV cache of one layer, [num_blocks, heads, block_size, D].
 struct KvCache {
   bf16* k;
@@ -146,6 +190,12 @@ struct KvCache {
     return (static_cast<size_t>(slot / block_size) * heads + head) * block_size + slot % block_size;
   }
 };
+
+/// Whether rows of qkv hold q, k and v, and begin at multiples of 16 bytes.
+template <class Args>
+bool holds_qkv(const Args& c) {
+  return (c.heads + 2 * static_cast<int64_t>(c.kv_heads)) * c.head_dim <= c.qkv_row && c.qkv_row % 4 == 0;
+}
 
 inline KvCache cache_of(const void* k, const void* v, int heads, int block_size) {
   return {static_cast<bf16*>(const_cast<void*>(k)), static_cast<bf16*>(const_cast<void*>(v)), heads, block_size};

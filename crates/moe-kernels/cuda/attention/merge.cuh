@@ -125,47 +125,59 @@ __device__ __forceinline__ void await_words(uint32_t (&word)[kCount], const uint
   } while (!__all_sync(0xffffffffu, there));
 }
 
-/// Merges the parts of one head of a sequence's clusters in their order: `own` {value, maximum, sum} of the last
-/// cluster, which merges, and the parts that the others publish. The blocks of the other clusters come earlier in the
-/// grid, so this block may wait for them. A word is not zero when it is there, so there is only a store and a load
-/// between a cluster that publishes and this one. What was read is set to zero again. D threads call it.
+/// A thread's values of a head that the block merges, kThreads apart, and the maximum and sum of their part. Threads
+/// from `kUsed` on have no value.
 template <int D>
-__device__ __forceinline__ float merge_clusters(uint32_t* parts, int others, float3 own) {
-  constexpr int kAtOnce = 3, kPart = D + 2;
+struct HeadPart {
+  static constexpr int kUsed = D < kThreads ? D : kThreads, kCount = D / kUsed;
+  float value[kCount], top, sum;
+};
+
+/// Merges the parts of one head of a sequence's clusters in their order: the parts that the others publish, and `own`
+/// of the last cluster, which merges; its values become the results. The blocks of the other clusters come earlier in
+/// the grid, so this block may wait for them. A word is not zero when it is there, so there is only a store and a load
+/// between a cluster that publishes and this one. What was read is set to zero again. kUsed threads call it.
+template <int D>
+__device__ __forceinline__ void merge_clusters(uint32_t* parts, int others, HeadPart<D>& own) {
+  constexpr int kCount = HeadPart<D>::kCount, kAtOnce = 3, kWords = kAtOnce * kCount, kPart = D + 2;
   const int lane = threadIdx.x % 32;
   const bool brings = lane < others;
-  uint32_t x[kAtOnce + 2] = {};
-  const uint32_t* from[kAtOnce + 2];
-  bool wanted[kAtOnce + 2];
+  uint32_t x[kWords + 2] = {};
+  const uint32_t* from[kWords + 2];
+  bool wanted[kWords + 2];
   Combined c;
-  float value = 0.f;
+  float value[kCount] = {};
   for (int first = 0; first < others; first += kAtOnce) {
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i)
-      x[i] = 0, from[i] = parts + (first + i) * kPart + threadIdx.x, wanted[i] = first + i < others;
+    for (int i = 0; i < kWords; ++i) {
+      const int part = first + i / kCount;
+      x[i] = 0, from[i] = parts + part * kPart + i % kCount * kThreads + threadIdx.x, wanted[i] = part < others;
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      from[kAtOnce + i] = parts + lane * kPart + D + i, wanted[kAtOnce + i] = first == 0 && brings;
+      from[kWords + i] = parts + lane * kPart + D + i, wanted[kWords + i] = first == 0 && brings;
     await_words(x, from, wanted);
     if (first == 0) {
       const bool last = lane == others;
-      c = combine(brings ? __uint_as_float(x[kAtOnce])
-                  : last ? own.y
+      c = combine(brings ? __uint_as_float(x[kWords])
+                  : last ? own.top
                          : -INFINITY,
-                  brings ? __uint_as_float(x[kAtOnce + 1])
-                  : last ? own.z
+                  brings ? __uint_as_float(x[kWords + 1])
+                  : last ? own.sum
                          : 0.f);
     }
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      value += __shfl_sync(0xffffffffu, c.weight, (first + i) % 32) * __uint_as_float(x[i]);
-      if (wanted[i]) parts[(first + i) * kPart + threadIdx.x] = 0;
+    for (int i = 0; i < kWords; ++i) {
+      const int part = first + i / kCount;
+      value[i % kCount] += __shfl_sync(0xffffffffu, c.weight, part % 32) * __uint_as_float(x[i]);
+      if (wanted[i]) parts[part * kPart + i % kCount * kThreads + threadIdx.x] = 0;
     }
   }
-  value += __shfl_sync(0xffffffffu, c.weight, others) * own.x;
-  named_barrier(1, D);  // all have read maxima and sums
+  const float weight = __shfl_sync(0xffffffffu, c.weight, others);
+  named_barrier(1, HeadPart<D>::kUsed);  // all have read maxima and sums
   if (threadIdx.x < 2 * others) parts[threadIdx.x / 2 * kPart + D + threadIdx.x % 2] = 0;
-  return value / c.sum;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) own.value[i] = (value[i] + weight * own.value[i]) / c.sum;
 }
 
 /// Merges this block's share of the heads over the cluster. If the sequence has several clusters (of 8 blocks, so one
@@ -176,9 +188,12 @@ __device__ __forceinline__ void merge_cluster(const DecodeArgs& a, const Place& 
   const int size = cluster_size(), rank = cluster_rank(), share = kHeads / size, lane = threadIdx.x % 32;
   const int clusters = ceil_div(a.splits, kMaxCluster), active = ceil_div(range.active, kMaxCluster);
   const size_t group = static_cast<size_t>(p.row) * gridDim.y + p.group;
-  float3 own = {};  // of several clusters: a block has one head
+  constexpr int kCount = HeadPart<D>::kCount;
+  HeadPart<D> own = {};  // of several clusters: a block has one head
   for (int at = threadIdx.x; at < share * D; at += kThreads) {
     const int local = at / D, head = rank * share + local, d = at % D;
+    float gate[1] = {};
+    if (active == 1) load_gates<D>(gate, a, p, head, d);
     const bool brings = lane < size;
     const float* stats = s.inbox_stats() + 2 * (lane * share + local);
     const Combined c = combine(brings ? stats[0] : -INFINITY, brings ? stats[1] : 0.f);
@@ -188,10 +203,13 @@ __device__ __forceinline__ void merge_cluster(const DecodeArgs& a, const Place& 
       value += __shfl_sync(0xffffffffu, c.weight, r) * (r < size ? s.inbox()[(r * share + local) * D + d] : 0.f);
     if (active == 1) {
       if (kFp8) s.values(0)[at] = value / c.sum;  // the block has read what was there
-      else if (head < p.heads) a.out[out_at<D>(a, p, head) + d] = __float2bfloat16_rn(value / c.sum);
+      else if (head < p.heads)
+        a.out[out_at<D>(a, p, head) + d] = __float2bfloat16_rn(gated<D>(a, value / c.sum, gate[0]));
       continue;
     }
-    own = {value, c.top, c.sum};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) own.value[i] = kCount == 1 || d / kThreads == i ? value : own.value[i];
+    own.top = c.top, own.sum = c.sum;
   }
   if (active == 1) {
     if constexpr (kFp8) store_merged(a, p, s.values(0), rank * share, share);
@@ -199,18 +217,24 @@ __device__ __forceinline__ void merge_cluster(const DecodeArgs& a, const Place& 
   }
   const bool merges = p.split / kMaxCluster == active - 1;
   uint32_t* parts = a.partials + (group * kHeads + rank) * clusters * (D + 2);
-  if (threadIdx.x < D && !merges) {
+  if (threadIdx.x < HeadPart<D>::kUsed && !merges) {
     uint32_t* to = parts + p.split / kMaxCluster * (D + 2);
-    publish(to + threadIdx.x, own.x);
-    if (threadIdx.x == 0) publish(to + D, own.y), publish(to + D + 1, own.z);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) publish(to + i * kThreads + threadIdx.x, own.value[i]);
+    if (threadIdx.x == 0) publish(to + D, own.top), publish(to + D + 1, own.sum);
   }
-  if (threadIdx.x >= D || !merges) return;
-  const float out = merge_clusters<D>(parts, active - 1, own);
+  if (threadIdx.x >= HeadPart<D>::kUsed || !merges) return;
+  float gate[kCount] = {};
+  load_gates<D>(gate, a, p, rank, threadIdx.x, kThreads);
+  merge_clusters<D>(parts, active - 1, own);
   if constexpr (kFp8) {
-    s.values(0)[threadIdx.x] = out;
+    s.values(0)[threadIdx.x] = own.value[0];
     store_merged(a, p, s.values(0), rank, 1);
   } else if (rank < p.heads) {
-    a.out[out_at<D>(a, p, rank) + threadIdx.x] = __float2bfloat16_rn(out);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      a.out[out_at<D>(a, p, rank) + i * kThreads + threadIdx.x] =
+          __float2bfloat16_rn(gated<D>(a, own.value[i], gate[i]));
   }
 }
 

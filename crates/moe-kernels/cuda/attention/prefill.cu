@@ -31,6 +31,37 @@ __device__ __forceinline__ void load_tile(const Args& a, const uint32_t* table, 
   }
 }
 
+/// A warp's 16 rows of q as operands of the scores. With heads of 256 there are no registers for them, so each step
+/// reads them from shared memory again.
+template <int D>
+struct Query {
+  static constexpr bool kInRegisters = D <= 128;
+  const uint8_t* rows;  // of the warp
+  uint32_t words[kInRegisters ? D / 16 : 1][4];
+
+  __device__ __forceinline__ void read(int step, uint32_t (&w)[4]) const {
+    const int lane = threadIdx.x % 32;
+    ldmatrix_x4(w, rows + swizzle<D>(lane / 8 % 2 * 8 + lane % 8, step * 2 + lane / 16));
+  }
+
+  __device__ __forceinline__ void operand(int step, uint32_t (&w)[4]) const {
+    if constexpr (!kInRegisters) {
+      read(step, w);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) w[i] = words[step][i];
+    }
+  }
+
+  /// Called when q is in shared memory.
+  __device__ __forceinline__ void load() {
+    if constexpr (kInRegisters) {
+#pragma unroll
+      for (int step = 0; step < D / 16; ++step) read(step, words[step]);
+    }
+  }
+};
+
 /// A warp's 16 rows. Lane 4g + t holds rows g and g + 8.
 template <int D>
 struct Rows {
@@ -40,19 +71,20 @@ struct Rows {
   int position[2];
 
   /// Adds a tile of 64 positions from `begin` on.
-  __device__ __forceinline__ void add(const uint32_t (&q)[D / 16][4], const uint8_t* k, int begin, float scale,
-                                      int window) {
+  __device__ __forceinline__ void add(const Query<D>& q, const uint8_t* k, int begin, float scale, int window) {
     const uint8_t* v = k + kTile * D * 2;
     const int lane = threadIdx.x % 32, i = lane / 8, r = lane % 8, t = lane % 4;
     float c[kTile / 8][4] = {};
 #pragma unroll
     for (int step = 0; step < D / 16; ++step) {
+      uint32_t rows[4];
+      q.operand(step, rows);
 #pragma unroll
       for (int n = 0; n < kTile / 16; ++n) {
         uint32_t m[4];
         ldmatrix_x4(m, k + swizzle<D>(n * 16 + i / 2 * 8 + r, step * 2 + i % 2));
-        mma_bf16(c[2 * n], q[step], m[0], m[1]);
-        mma_bf16(c[2 * n + 1], q[step], m[2], m[3]);
+        mma_bf16(c[2 * n], rows, m[0], m[1]);
+        mma_bf16(c[2 * n + 1], rows, m[2], m[3]);
       }
     }
 #pragma unroll
@@ -137,7 +169,7 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(Args a) {
     const int at = min(first + warp * 16 + g + 8 * h, last);
     mine.position[h] = a.positions[first_token + at / group];
   }
-  uint32_t q[D / 16][4];
+  Query<D> q = {q_smem + warp * 16 * D * 2};
   int stage = 0;
   for (int at = begin; at < end; at += kTile) {
     const bool more = at + kTile < end;
@@ -145,11 +177,7 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(Args a) {
     cp_async_commit();
     cp_async_wait<1>();
     __syncthreads();
-    if (at == begin) {
-#pragma unroll
-      for (int step = 0; step < D / 16; ++step)
-        ldmatrix_x4(q[step], q_smem + swizzle<D>(warp * 16 + lane / 8 % 2 * 8 + lane % 8, step * 2 + lane / 16));
-    }
+    if (at == begin) q.load();
     mine.add(q, ring + stage * kStageBytes, at, a.scale, a.window);
     __syncthreads();
     stage ^= 1;
@@ -179,6 +207,19 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(Args a) {
     }
     if (first + i > last) continue;
     uint32_t* to = reinterpret_cast<uint32_t*>(a.out + row_of(i) * D);
+    if constexpr (D == kGatedHead) {
+      if (a.gates.any()) {
+        const int at = first + i;
+        const float* gates = a.gates.at(first_token + at / group, (kv_head * group + at % group) * D);
+#pragma unroll
+        for (int d = 0; d < D / 8; ++d) {
+          const float2 gate = *reinterpret_cast<const float2*>(gates + d * 8 + 2 * t);
+          to[d * 4 + t] = pack_bf16(Gates::scaled(mine.values[d][2 * h] / sum, gate.x),
+                                    Gates::scaled(mine.values[d][2 * h + 1] / sum, gate.y));
+        }
+        continue;
+      }
+    }
 #pragma unroll
     for (int d = 0; d < D / 8; ++d)
       to[d * 4 + t] = pack_bf16(mine.values[d][2 * h] / sum, mine.values[d][2 * h + 1] / sum);
@@ -194,17 +235,21 @@ cudaError_t run(const Args& a, void* stream) {
   return launch(prefill_kernel<D>, l, a);
 }
 
-static_assert((1 + 2 * kStages) * kTile * 128 * 2 == 81920, "the plan has this size, too: src/plan/attention.rs");
+static_assert((1 + 2 * kStages) * kTile * 128 * 2 == 81920, "the plan has this size for each 128 columns of a head");
 
 cudaError_t launch_mma(const Args& a, int head_dim, void* stream) {
-  return head_dim == 128 ? run<128>(a, stream) : run<64>(a, stream);
+  switch (head_dim) {
+    case 256: return run<256>(a, stream);
+    case 128: return run<128>(a, stream);
+    default: return run<64>(a, stream);
+  }
 }
 
 bool valid(const PagedAttentionArgs& c) {
   return c.tokens >= 0 && c.sequences >= 0 && c.kv_heads > 0 && c.kv_heads <= 65535 && c.heads > 0 &&
-         c.heads % c.kv_heads == 0 && (c.head_dim == 64 || c.head_dim == 128) && c.value_dim == c.head_dim &&
-         c.value_row == c.head_dim && c.block_size > 0 && c.window >= 0 && c.dtype == Dtype::kBf16 &&
-         c.q_dtype == Dtype::kBf16;
+         c.heads % c.kv_heads == 0 && (c.head_dim == 64 || c.head_dim == 128 || c.head_dim == 256) &&
+         c.value_dim == c.head_dim && c.value_row == c.head_dim && c.block_size > 0 && c.window >= 0 &&
+         c.dtype == Dtype::kBf16 && c.q_dtype == Dtype::kBf16 && fits_gates(c.gates, c.gate_row, c.heads, c.head_dim);
 }
 
 Args args_of(const PagedAttentionArgs& c) {
@@ -226,7 +271,8 @@ Args args_of(const PagedAttentionArgs& c) {
           false,
           0,
           {},
-          c.sinks};
+          c.sinks,
+          gates_of(c.gates, c.gate_row, c.heads * c.value_dim)};
 }
 
 /// Runs `c` on Hopper; sequences with few rows use the kernel for few rows.
@@ -255,7 +301,7 @@ int run_wgmma(const PagedAttentionArgs& c, int blocks, const fp8::RowsOut& fp8, 
 }  // namespace
 }  // namespace moe::attention_prefill
 
-/// out = attention of q over the cache, bf16. head_dim is 64 or 128.
+/// out = attention of q over the cache, bf16. head_dim is 64, 128 or 256.
 extern "C" int moe_attention_prefill(const moe::PagedAttentionArgs* args, void* stream) {
   using namespace moe::attention_prefill;
   if (!valid(*args)) return cudaErrorInvalidValue;

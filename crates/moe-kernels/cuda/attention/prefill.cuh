@@ -29,6 +29,7 @@ struct Args {
   int blocks;                    // most blocks of the launch, to leave SMs for the next kernel; 0: all SMs
   fp8::RowsOut fp8;              // used instead of `out` if it has scales: heads of 128
   const float* sinks = nullptr;  // [heads]: a term of each row's denominator, or none
+  Gates gates = {};              // with heads of 256
 };
 
 /// What a block works on. For blocks after the last tile, `sequence` is -1 and `tile` is the number of the block among

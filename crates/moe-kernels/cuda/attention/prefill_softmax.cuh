@@ -24,16 +24,17 @@ constexpr float kUnset = -3e38f;
 
 /// A thread's part of a warpgroup's 64 rows: rows g and g + 8 of its warp's 16. Of every 8 positions of a tile it has
 /// two of each row, scores[4 j + 2 h + e] for position 8 j + 2 t + e.
-template <int kValue>
+template <class D>
 struct Rows {
+  static constexpr int kTile = D::kTile, kValue = D::kValue;
   float base[2] = {kUnset, kUnset};  // log2
   float sum[2] = {};
   float factor[2];  // the factor by which a row's new base scales its sums
   int position[2];
   float values[kValue / 2] = {};
 
-  /// The positions among the 128 from `begin` on that row h sees: the positions after `lower` up to `upper`, counted
-  /// from the thread's first position.
+  /// The positions of a tile from `begin` on that row h sees: the positions after `lower` up to `upper`,
+  /// counted from the thread's first position.
   struct Seen {
     int lower, upper;
     __device__ __forceinline__ bool operator()(int column) const { return column > lower && column <= upper; }
@@ -74,9 +75,9 @@ struct Rows {
   /// Computes the bases of this tile and new weights for the rows whose weights exceeded the limit. The scores come
   /// from products of this warp alone: the scores of the warpgroup were overwritten, and its other warps may be
   /// elsewhere.
-  template <int D>
-  __device__ __forceinline__ void raise(float (&s)[kTile / 2], float (&part)[2], const uint32_t (&q)[D / 16][4],
-                                        const uint8_t* k, int begin, float scale, int window) {
+  template <class Query>
+  __device__ __forceinline__ void raise(float (&s)[kTile / 2], float (&part)[2], const Query& q, const uint8_t* k,
+                                        int begin, float scale, int window) {
     const int lane = threadIdx.x % 32;
     bool own[2];
 #pragma unroll
@@ -85,17 +86,19 @@ struct Rows {
       own[h] = (lanes >> (lane & ~3) & 15) != 0;
     }
     const Seen sees[2] = {seen(0, begin, window), seen(1, begin, window)};
-    volatile float scores[kTile / 2];  // in local memory: registers are full
+    volatile float scores[kTile / 2];                             // in local memory: registers are full
+    constexpr int kSteps = D::kSharedQueries ? 1 : D::kKey / 16;  // at once
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll 1
     for (int j = 0; j < kTile / 8; ++j) {
       float c[4] = {};
-#pragma unroll
-      for (int step = 0; step < D / 16; ++step) {
+#pragma unroll kSteps
+      for (int step = 0; step < D::kKey / 16; ++step) {
         const int row = j * 8 + lane % 8, chunk = step % 4 * 2 + lane / 8 % 2;
-        uint32_t b[2];
-        ldmatrix_x2(b, k + step / 4 * kHalfBytes + row * 128 + ((chunk ^ row % 8) << 4));
-        mma_bf16(c, q[step], b[0], b[1]);
+        uint32_t a[4], b[2];
+        q.operand(step, a);
+        ldmatrix_x2(b, k + step / 4 * D::kHalfBytes + row * 128 + ((chunk ^ row % 8) << 4));
+        mma_bf16(c, a, b[0], b[1]);
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {

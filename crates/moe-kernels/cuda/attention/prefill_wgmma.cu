@@ -11,6 +11,10 @@
 // other. The tiles go from the last position to the first, so that tiles with a mask come first. Tiles begin at
 // multiples of 128 and a row's sums do not depend on its neighbours, so its bits do not depend on how a prompt is
 // divided. Measured on an H200: docs/lessons/attention.md.
+//
+// Heads of 256: a thread has 128 sums of values, 32 scores and 16 words of weights. So tiles have 64 positions, there
+// are two stages, and products read q from shared memory, which a product of 64 x 64 x 16 uses as long as the tensor
+// cores.
 #include "attention/prefill_softmax.cuh"
 
 namespace moe::attention_prefill {
@@ -23,51 +27,44 @@ constexpr int kOwn = 1;   // 1 and 2: all warps of the first and of the second w
 constexpr int kTurn = 3;  // 3 and 4: the first and the second warpgroup may issue products
 
 /// The weights as the A operand of the second product: of every 16 positions four words.
-__device__ __forceinline__ void round_weights(uint32_t (&p)[kTile / 4], const float (&s)[kTile / 2]) {
+template <int kCount>
+__device__ __forceinline__ void round_weights(uint32_t (&p)[kCount], const float (&s)[2 * kCount]) {
 #pragma unroll
-  for (int i = 0; i < kTile / 4; ++i) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
-}
-
-/// s = 64 rows of q x a tile of keys.
-template <int D>
-__device__ __forceinline__ void issue_scores(float (&s)[kTile / 2], const uint32_t (&q)[D / 16][4], const uint8_t* k) {
-  const uint64_t b = tile_descriptor(k);
-  wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < D / 16; ++step)
-    wgmma<kTile, 0>(s, q[step], b + step / 4 * (kHalfBytes >> 4) + step % 4 * 2, step != 0);
-  wgmma_commit();
+  for (int i = 0; i < kCount; ++i) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
 }
 
 /// values += weights x a tile of values.
-template <int D>
-__device__ __forceinline__ void issue_values(float (&values)[D / 2], const uint32_t (&p)[kTile / 4], const uint8_t* v) {
-  const uint64_t b = transposed_descriptor(v, kHalfBytes);
+template <class D>
+__device__ __forceinline__ void issue_values(float (&values)[D::kValue / 2], const uint32_t (&p)[D::kTile / 4],
+                                             const uint8_t* v) {
+  const uint64_t b = transposed_descriptor(v, D::kHalfBytes);
   wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < kTile / 16; ++step)
-    wgmma<D, 1>(values, {p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]}, b + step * (16 * 128 >> 4));
+  for (int step = 0; step < D::kTile / 16; ++step)
+    wgmma<D::kValue, 1>(values, {p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]},
+                        b + step * (16 * 128 >> 4));
   wgmma_commit();
 }
 
 /// Zeros the values of positions that no row sees: a weight of zero does not hide a value that is NaN or infinite. One
 /// warpgroup calls it; both may write the same zeros.
-template <int D>
+template <class D>
 __device__ __forceinline__ void zero_unseen(uint8_t* v, int at, const Work& w) {
   const int thread = threadIdx.x % 128;
-  for (int i = thread; i < kTile * (D / 8); i += 128) {
-    const int half = i / (kTile * 8), row = i / 8 % kTile, chunk = i % 8;
+  for (int i = thread; i < D::kTile * (D::kValue / 8); i += 128) {
+    const int half = i / (D::kTile * 8), row = i / 8 % D::kTile, chunk = i % 8;
     if (at + row >= w.from && at + row < w.end) continue;
-    *reinterpret_cast<uint4*>(v + half * kHalfBytes + row * 128 + chunk * 16) = make_uint4(0, 0, 0, 0);
+    *reinterpret_cast<uint4*>(v + half * D::kHalfBytes + row * 128 + chunk * 16) = make_uint4(0, 0, 0, 0);
   }
   fence_async_shared();
   named_barrier(kOwn + threadIdx.x / 128, 128);
 }
 
-/// The address of row r and 16-byte column c of a warp's rows of q in shared memory.
-template <int D>
+/// The address of row r and 16-byte column c of a warp's rows of q, or of its results, in shared memory.
+template <class D, int kColumns>
 __device__ __forceinline__ uint32_t q_at(int r, int c) {
-  return r * D * 2 + ((c ^ (r & 7)) << 4);
+  if (D::kSharedQueries) return c / 8 * kSlabBytes + r * 128 + ((c % 8 ^ (r & 7)) << 4);
+  return r * kColumns * 2 + ((c ^ (r & 7)) << 4);
 }
 
 /// The rows of a warp and their offset in the output, in heads.
@@ -82,42 +79,109 @@ struct WarpRows {
   __device__ __forceinline__ size_t at(int r) const { return static_cast<size_t>(token(r)) * a.heads + head(r); }
 };
 
-/// A warp's 16 rows of q as the A operand.
-template <int D>
-__device__ __forceinline__ void load_q(uint32_t (&words)[D / 16][4], uint8_t* smem, const WarpRows& rows) {
-  constexpr int kChunks = D / 8;
-  const int lane = threadIdx.x % 32;
-  __syncwarp();  // the results of the tile before have left
+/// A warpgroup's 64 rows of q as the A operand: each warp has its 16 rows in registers, or all are in shared memory.
+template <class D>
+struct Query {
+  static constexpr int kSteps = D::kKey / 16;
+  uint8_t* warp_rows;
+  uint8_t* group_rows;
+  uint32_t words[D::kSharedQueries ? 1 : kSteps][4];
+
+  __device__ __forceinline__ void load(const WarpRows& rows) {
+    constexpr int kChunks = D::kKey / 8;
+    const int lane = threadIdx.x % 32;
+    __syncwarp();  // the results of the tile before have left
 #pragma unroll
-  for (int i = lane; i < 16 * kChunks; i += 32)
-    cp_async16(smem + q_at<D>(i / kChunks, i % kChunks), rows.a.q + rows.at(i / kChunks) * D + i % kChunks * 8);
-  cp_async_commit();
-  cp_async_wait<0>();
-  __syncwarp();
+    for (int i = lane; i < 16 * kChunks; i += 32)
+      cp_async16(warp_rows + q_at<D, D::kKey>(i / kChunks, i % kChunks),
+                 rows.a.q + rows.at(i / kChunks) * D::kKey + i % kChunks * 8);
+    cp_async_commit();
+    cp_async_wait<0>();
+    if constexpr (D::kSharedQueries) {
+      fence_async_shared();  // products read them by another path
+      meet();
+    } else {
+      __syncwarp();
 #pragma unroll
-  for (int step = 0; step < D / 16; ++step) ldmatrix_x4(words[step], smem + q_at<D>(lane % 16, 2 * step + lane / 16));
+      for (int step = 0; step < kSteps; ++step) read(step, words[step]);
+    }
+  }
+
+  /// 16 columns of the warp's rows.
+  __device__ __forceinline__ void operand(int step, uint32_t (&a)[4]) const {
+    if constexpr (D::kSharedQueries) {
+      read(step, a);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = words[step][i];
+    }
+  }
+
+  /// s = 64 rows of q x a tile of keys.
+  __device__ __forceinline__ void issue_scores(float (&s)[D::kTile / 2], const uint8_t* k) const {
+    const uint64_t b = tile_descriptor(k);
+    wgmma_fence();
+    if constexpr (D::kSharedQueries) {
+      const uint64_t a = tile_descriptor(group_rows);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+        wgmma<D::kTile>(s, a + step / 4 * (kSlabBytes >> 4) + step % 4 * 2,
+                        b + step / 4 * (D::kHalfBytes >> 4) + step % 4 * 2, step != 0);
+    } else {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+        wgmma<D::kTile, 0>(s, words[step], b + step / 4 * (D::kHalfBytes >> 4) + step % 4 * 2, step != 0);
+    }
+    wgmma_commit();
+  }
+
+  /// No warp of the warpgroup reads q any more, so that results may take its place.
+  __device__ __forceinline__ void end() const {
+    if constexpr (D::kSharedQueries) meet();
+  }
+
+ private:
+  __device__ __forceinline__ void read(int step, uint32_t (&a)[4]) const {
+    const int lane = threadIdx.x % 32;
+    ldmatrix_x4(a, warp_rows + q_at<D, D::kKey>(lane % 16, 2 * step + lane / 16));
+  }
+
+  static __device__ __forceinline__ void meet() { named_barrier(kOwn + threadIdx.x / 128, 128); }
+};
+
+/// Eight rounded values with their gates.
+__device__ __forceinline__ uint4 gated(uint4 values, const float* gates) {
+  const float4 low = *reinterpret_cast<const float4*>(gates), high = *reinterpret_cast<const float4*>(gates + 4);
+  const auto scaled = [](uint32_t word, float first, float second) {
+    const float2 x = unpack_bf16(word);
+    return pack_bf16(Gates::scaled(x.x, first), Gates::scaled(x.y, second));
+  };
+  return {scaled(values.x, low.x, low.y), scaled(values.y, low.z, low.w), scaled(values.z, high.x, high.y),
+          scaled(values.w, high.z, high.w)};
 }
 
 /// Stores a warp's 16 rows of results through shared memory, 16 bytes at a time.
-template <int D>
-__device__ __forceinline__ void store_rows(const float (&values)[D / 2], uint8_t* smem, const WarpRows& rows) {
-  constexpr int kChunks = D / 8, kEach = 32 / kChunks;  // rows that a warp stores at once
+template <class D>
+__device__ __forceinline__ void store_rows(const float (&values)[D::kValue / 2], uint8_t* smem, const WarpRows& rows) {
+  constexpr int kChunks = D::kValue / 8, kEach = 32 / kChunks;  // rows that a warp stores at once
   static_assert(32 % kChunks == 0, "a warp stores whole rows");
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int c = 0; c < D / 16; ++c) {
+  for (int c = 0; c < D::kValue / 16; ++c) {
     const float* x = values + 8 * c;
     const uint32_t word[4] = {pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]),
                               pack_bf16(x[6], x[7])};
-    stmatrix_x4(smem + q_at<D>(lane % 16, 2 * c + lane / 16), word);
+    stmatrix_x4(smem + q_at<D, D::kValue>(lane % 16, 2 * c + lane / 16), word);
   }
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < 16 / kEach; ++i) {
     const int r = i * kEach + lane / kChunks, c = lane % kChunks;
-    if (rows.has(r))
-      *reinterpret_cast<uint4*>(rows.a.out + rows.at(r) * D + c * 8) =
-          *reinterpret_cast<const uint4*>(smem + q_at<D>(r, c));
+    if (!rows.has(r)) continue;
+    uint4 columns = *reinterpret_cast<const uint4*>(smem + q_at<D, D::kValue>(r, c));
+    if (D::kValue == kGatedHead && rows.a.gates.any())
+      columns = gated(columns, rows.a.gates.at(rows.token(r), rows.head(r) * D::kValue + c * 8));
+    *reinterpret_cast<uint4*>(rows.a.out + rows.at(r) * D::kValue + c * 8) = columns;
   }
 }
 
@@ -153,22 +217,22 @@ template <class D>
 __device__ __forceinline__ void compute(const Block<D>& b, const Args& a, const Work& w, Cursor<D>& at) {
   const int warp = threadIdx.x / 32, warpgroup = warp / 4, lane = threadIdx.x % 32;
   const WarpRows mine = {a, w, a.heads / a.cache.heads, w.first + warp * 16};
-  uint32_t q[D::kKey / 16][4];
-  load_q<D::kKey>(q, b.q(warp), mine);
-  Rows<D::kValue> rows;
+  Query<D> q = {b.q(warp), b.q_group(warpgroup)};
+  q.load(mine);
+  Rows<D> rows;
 #pragma unroll
   for (int h = 0; h < 2; ++h) rows.position[h] = a.positions[mine.token(lane / 4 + 8 * h)];
 
   // Computes the weights of the i-th tile and gives the stage of its keys back. Returns whether the bases of some rows
   // changed.
-  const auto softmax = [&](float (&s)[kTile / 2], int i) {
-    const int begin = w.tile_at(i);
-    const bool masked = begin + kTile > w.lowest || (a.window > 0 && begin < w.end - a.window);
+  const auto softmax = [&](float (&s)[D::kTile / 2], int i) {
+    const int begin = w.template tile_at<D>(i);
+    const bool masked = begin + D::kTile > w.lowest || (a.window > 0 && begin < w.end - a.window);
     float part[2];
     if (masked) rows.template weigh<true>(s, part, begin, a.scale, a.window);
     else rows.template weigh<false>(s, part, begin, a.scale, a.window);
     const bool raised = i > 0 && __any_sync(0xffffffffu, part[0] > kLimit || part[1] > kLimit);
-    if (raised) rows.template raise<D::kKey>(s, part, q, b.k(at.stage), begin, a.scale, a.window);
+    if (raised) rows.raise(s, part, q, b.k(at.stage), begin, a.scale, a.window);
     leave<D>(b.empty_k(at.stage));
 #pragma unroll
     for (int h = 0; h < 2; ++h) rows.sum[h] += part[h];
@@ -176,14 +240,14 @@ __device__ __forceinline__ void compute(const Block<D>& b, const Args& a, const 
   };
   const auto await_values = [&](const Cursor<D>& cursor, int i) {
     mbarrier_wait(b.full_v(cursor.stage), cursor.parity);
-    const int begin = w.tile_at(i);
-    if (begin < w.from || begin + kTile > w.end) zero_unseen<D::kValue>(b.v(cursor.stage), begin, w);
+    const int begin = w.template tile_at<D>(i);
+    if (begin < w.from || begin + D::kTile > w.end) zero_unseen<D>(b.v(cursor.stage), begin, w);
   };
 
-  float s[kTile / 2];
-  uint32_t p[kTile / 4];
+  float s[D::kTile / 2];
+  uint32_t p[D::kTile / 4];
   mbarrier_wait(b.full_k(at.stage), at.parity);
-  issue_scores<D::kKey>(s, q, b.k(at.stage));
+  q.issue_scores(s, b.k(at.stage));
   wgmma_wait<0>();
   wgmma_hold(s);
   softmax(s, 0);
@@ -193,9 +257,9 @@ __device__ __forceinline__ void compute(const Block<D>& b, const Args& a, const 
     at.advance();
     mbarrier_wait(b.full_k(at.stage), at.parity);
     named_barrier(kTurn + warpgroup, kConsumers * 32);
-    issue_scores<D::kKey>(s, q, b.k(at.stage));
+    q.issue_scores(s, b.k(at.stage));
     await_values(before, i - 1);
-    issue_values<D::kValue>(rows.values, p, b.v(before.stage));
+    issue_values<D>(rows.values, p, b.v(before.stage));
     named_barrier_arrive(kTurn + 1 - warpgroup, kConsumers * 32);
     wgmma_wait<1>();
     wgmma_hold(s);
@@ -207,7 +271,7 @@ __device__ __forceinline__ void compute(const Block<D>& b, const Args& a, const 
     round_weights(p, s);
   }
   await_values(at, w.tiles - 1);
-  issue_values<D::kValue>(rows.values, p, b.v(at.stage));
+  issue_values<D>(rows.values, p, b.v(at.stage));
   wgmma_wait<0>();
   wgmma_hold(rows.values);
   leave<D>(b.empty_v(at.stage));
@@ -221,7 +285,8 @@ __device__ __forceinline__ void compute(const Block<D>& b, const Args& a, const 
   if constexpr (D::kKey == fp8::kGroup) {
     if (a.fp8.scales != nullptr) return store_fp8_rows(rows.values, mine);
   }
-  store_rows<D::kValue>(rows.values, b.q(warp), mine);
+  q.end();
+  store_rows<D>(rows.values, b.q(warp), mine);
 }
 
 template <class D>
@@ -304,6 +369,7 @@ cudaError_t run(const Args& a, const Source& source, int rows, void* stream) {
 /// even if one has no rows. A row's bits are the same.
 template <int D>
 cudaError_t run_paged(const Args& a, int num_blocks, void* stream) {
+  constexpr int kTile = Dims<D, D, 1>::kTile;
   const Paged pages = {a.cache.block_size < kTile ? a.cache.block_size : kTile};
   const int rows = num_blocks * a.cache.heads * a.cache.block_size;
   const int64_t all = static_cast<int64_t>(a.tokens) * (a.heads / a.cache.heads);
@@ -314,11 +380,16 @@ cudaError_t run_paged(const Args& a, int num_blocks, void* stream) {
 }  // namespace
 
 cudaError_t launch_wgmma(const Args& a, int head_dim, int num_blocks, void* stream) {
-  return head_dim == 128 ? run_paged<128>(a, num_blocks, stream) : run_paged<64>(a, num_blocks, stream);
+  switch (head_dim) {
+    case 256: return run_paged<256>(a, num_blocks, stream);
+    case 128: return run_paged<128>(a, num_blocks, stream);
+    default: return run_paged<64>(a, num_blocks, stream);
+  }
 }
 
 cudaError_t launch_expanded(const Args& a, int all, const uint32_t* bases, void* stream) {
-  return run<Dims<192, 128, 1>>(a, Contiguous{kTile, all, bases}, a.cache.heads * all, stream);
+  using Expanded = Dims<192, 128, 1>;
+  return run<Expanded>(a, Contiguous{Expanded::kTile, all, bases}, a.cache.heads * all, stream);
 }
 
 }  // namespace moe::attention_prefill

@@ -13,15 +13,14 @@
 
 namespace moe::attention_prefill {
 
-constexpr int kGroupRows = 64;              // rows of a warpgroup
-constexpr int kRows = 2 * kGroupRows;       // rows of a block
-constexpr int kTile = 128;                  // positions
-constexpr int kConsumers = 8;               // warps, two warpgroups
-constexpr int kThreads = 3 * 128;           // the third warpgroup loads, with one warp
-constexpr int kHalfBytes = kTile * 64 * 2;  // 64 columns of a tile: rows of 128 bytes
-constexpr int kHeader = 1024;               // barriers and work tiles
-constexpr int kWorkSlots = 2;               // work tiles announced ahead
-constexpr int kPairRows = 32 * kRows;       // (token, head) rows of a mean sequence from which on blocks come in pairs
+constexpr int kGroupRows = 64;                // rows of a warpgroup
+constexpr int kRows = 2 * kGroupRows;         // rows of a block
+constexpr int kConsumers = 8;                 // warps, two warpgroups
+constexpr int kThreads = 3 * 128;             // the third warpgroup loads, with one warp
+constexpr int kSlabBytes = kGroupRows * 128;  // 64 columns of a warpgroup's rows
+constexpr int kHeader = 1024;                 // barriers and work tiles
+constexpr int kWorkSlots = 2;                 // work tiles announced ahead
+constexpr int kPairRows = 32 * kRows;  // (token, head) rows of a mean sequence from which on blocks come in pairs
 
 /// Sizes of a key and of a value, the number of stages for which there is room next to 128 queries, and the number of
 /// blocks of a cluster, 1 or 2.
@@ -29,12 +28,16 @@ template <int kKeyDim, int kValueDim, int kClusterBlocks>
 struct Dims {
   static constexpr int kKey = kKeyDim, kValue = kValueDim, kStages = kKeyDim > 128 ? 2 : 3;
   static constexpr int kBlocks = kClusterBlocks;
+  // The 128 values of a thread with heads of 256 leave no registers for queries, and for the scores of 64 positions.
+  static constexpr bool kSharedQueries = kKeyDim > 192;
+  static constexpr int kTile = kSharedQueries ? 64 : 128;  // positions
+  static constexpr int kHalfBytes = kTile * 64 * 2;        // 64 columns of a tile: rows of 128 bytes
   static constexpr int kKeyBytes = kTile * kKey * 2, kValueBytes = kTile * kValue * 2;
   static constexpr int kSmem = kHeader + kRows * kKey * 2 + kStages * (kKeyBytes + kValueBytes);
 };
 
 static_assert(Dims<64, 64, 1>::kSmem == 115712 && Dims<128, 128, 1>::kSmem == 230400 &&
-                  Dims<192, 128, 1>::kSmem == 214016,
+                  Dims<192, 128, 1>::kSmem == 214016 && Dims<256, 256, 1>::kSmem == 197632,
               "the plan has these sizes, too: src/plan/attention.rs, src/plan/prompt.rs");
 
 /// Rows of one sequence and KV head, and the positions that they see. No tiles: the end of the work. The second block
@@ -45,10 +48,13 @@ struct Work {
   int first, last;   // (token, head) rows of the sequence
   int lowest;        // position of the first row
   int from, end;     // positions that some row of the cluster sees
-  int begin, tiles;  // tiles of kTile positions, from `begin` on
+  int begin, tiles;  // tiles of D::kTile positions, from `begin` on
 
   /// The position at which the i-th tile begins: tiles are in reverse order.
-  __device__ __forceinline__ int tile_at(int i) const { return begin + (tiles - 1 - i) * kTile; }
+  template <class D>
+  __device__ __forceinline__ int tile_at(int i) const {
+    return begin + (tiles - 1 - i) * D::kTile;
+  }
 };
 
 /// Shared memory of a block.
@@ -68,8 +74,15 @@ struct Block {
   /// Tickets that the first block of a pair sends to the second.
   __device__ __forceinline__ uint32_t* mail(int i) const { return reinterpret_cast<uint32_t*>(smem + 496) + i % 2; }
   __device__ __forceinline__ Work* work(int i) const { return reinterpret_cast<Work*>(smem + 512) + i % kWorkSlots; }
-  /// Room for 16 rows of q of a warp, and later for its results.
-  __device__ __forceinline__ uint8_t* q(int warp) const { return smem + kHeader + warp * 16 * D::kKey * 2; }
+  /// Room for 16 rows of q of a warp, and later for its results: one row after the other, or if products read q here,
+  /// 64 columns of all rows of the warpgroup after the other.
+  __device__ __forceinline__ uint8_t* q(int warp) const {
+    if (D::kSharedQueries) return q_group(warp / 4) + warp % 4 * 16 * 128;
+    return smem + kHeader + warp * 16 * D::kKey * 2;
+  }
+  __device__ __forceinline__ uint8_t* q_group(int warpgroup) const {
+    return smem + kHeader + warpgroup * kGroupRows * D::kKey * 2;
+  }
   __device__ __forceinline__ uint8_t* k(int s) const { return smem + kHeader + kRows * D::kKey * 2 + s * D::kKeyBytes; }
   __device__ __forceinline__ uint8_t* v(int s) const { return k(kStages) + s * D::kValueBytes; }
   static_assert((4 * kStages + 2 * kWorkSlots + 4) * 8 <= 496 && kWorkSlots * sizeof(Work) <= kHeader - 512);
@@ -140,8 +153,8 @@ struct Loader {
     w.end = a.positions[w.first_token + last / group] + 1;
     const int lowest = a.positions[w.first_token + first / group];
     w.from = a.window > 0 ? max(0, lowest + 1 - a.window) : 0;
-    w.begin = w.from / kTile * kTile;
-    w.tiles = ceil_div(w.end - w.begin, kTile);
+    w.begin = w.from / D::kTile * D::kTile;
+    w.tiles = ceil_div(w.end - w.begin, D::kTile);
     return w;
   }
 
@@ -163,7 +176,7 @@ struct Loader {
   template <int kDims>
   __device__ __forceinline__ Piece piece_of(const Work& w, int begin) const {
     const int offset = threadIdx.x % 32 / (kDims / 64) * source.rows, position = begin + offset;
-    const bool needed = offset < kTile && position + source.rows > w.from && position < w.end;
+    const bool needed = offset < D::kTile && position + source.rows > w.from && position < w.end;
     return {needed, needed ? source.row(a, w, position) : 0};
   }
 
@@ -175,7 +188,7 @@ struct Loader {
     const uint32_t bytes = __popc(__ballot_sync(0xffffffffu, piece.needed)) * source.rows * 128;
     if (lane == 0) arrive_expecting(full, bytes);
     __syncwarp();
-    uint8_t* to = tile + lane % kHalves * kHalfBytes + lane / kHalves * source.rows * 128;
+    uint8_t* to = tile + lane % kHalves * D::kHalfBytes + lane / kHalves * source.rows * 128;
     if (D::kBlocks == 1) {
       if (piece.needed) load_tile(to, map, piece.row, lane % kHalves * 64, full);
     } else if (piece.needed && lane % 2 == static_cast<int>(rank())) {
@@ -185,10 +198,10 @@ struct Loader {
 
   __device__ __forceinline__ void load(const Work& w, Cursor<D>& at) const {
     for (int i = 0; i < w.tiles; ++i, at.advance()) {
-      const Piece of_k = piece_of<D::kKey>(w, w.tile_at(i));
+      const Piece of_k = piece_of<D::kKey>(w, w.template tile_at<D>(i));
       mbarrier_wait(b.empty_k(at.stage), at.parity ^ 1);
       bring<D::kKey>(of_k, b.full_k(at.stage), b.k(at.stage), k);
-      const Piece of_v = D::kKey == D::kValue ? of_k : piece_of<D::kValue>(w, w.tile_at(i));
+      const Piece of_v = D::kKey == D::kValue ? of_k : piece_of<D::kValue>(w, w.template tile_at<D>(i));
       mbarrier_wait(b.empty_v(at.stage), at.parity ^ 1);
       bring<D::kValue>(of_v, b.full_v(at.stage), b.v(at.stage), v);
     }

@@ -19,8 +19,8 @@ constexpr int kManyTokens = 512;  // from this number on, bytes count more than 
 
 struct Args {
   const float* qkv;
-  const bf16* q_norm;
-  const bf16* k_norm;
+  const void* q_norm;  // null: no norm
+  const void* k_norm;
   float eps;
   Angles angles;
   const uint32_t* slots;
@@ -28,6 +28,7 @@ struct Args {
   bf16* q_out;
   KvCache cache;
   int heads;
+  int qkv_row;  // floats from one row of qkv to the next
 };
 
 /// What a lane holds of a head, of a norm's weight, or of cosines and sines: elements lane * kPer + i of the lower half
@@ -54,7 +55,11 @@ __device__ __forceinline__ Floats<kPer> load_shared(const float* half) {
 template <int kPer>
 __device__ __forceinline__ Floats<kPer> load_global(const float* half) {
   Floats<kPer> v;
-  if constexpr (kPer == 4) {
+  if constexpr (kPer == 8) {
+    const float4* from = reinterpret_cast<const float4*>(half) + threadIdx.x % kLanes * 2;
+    const float4 x = __ldcg(from), y = __ldcg(from + 1);
+    v = {{x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w}};
+  } else if constexpr (kPer == 4) {
     const float4 x = __ldcg(reinterpret_cast<const float4*>(half) + threadIdx.x % kLanes);
     v = {{x.x, x.y, x.z, x.w}};
   } else {
@@ -72,20 +77,24 @@ __device__ __forceinline__ Part<D> part_of(const Floats<Part<D>::kPer>& low, con
   return p;
 }
 
-/// Two or four bf16 as words.
+/// Two, four or eight bf16 as words.
 template <int kPer>
 struct alignas(2 * kPer) Words {
   uint32_t word[kPer / 2];
 };
 
-template <int D>
-__device__ __forceinline__ Part<D> load_norm_part(const bf16* weight) {
+template <int D, bool kF32>
+__device__ __forceinline__ Part<D> load_norm_part(const void* weight) {
   constexpr int kPer = Part<D>::kPer;
   Part<D> p;
 #pragma unroll
   for (int i = 0; i < kPer; ++i) p.low[i] = p.high[i] = 1.f;
   if (weight == nullptr) return p;
-  const bf16* from = weight + threadIdx.x % kLanes * kPer;
+  if constexpr (kF32) {
+    const float* from = static_cast<const float*>(weight);
+    return part_of<D>(load_global<kPer>(from), load_global<kPer>(from + D / 2));
+  }
+  const bf16* from = static_cast<const bf16*>(weight) + threadIdx.x % kLanes * kPer;
   const Words<kPer> low = *reinterpret_cast<const Words<kPer>*>(from);
   const Words<kPer> high = *reinterpret_cast<const Words<kPer>*>(from + D / 2);
 #pragma unroll
@@ -154,7 +163,8 @@ __device__ __forceinline__ void finish_head(const Args& a, int token, int head, 
 
 /// A warp computes two heads. With kMany it computes four, which come through shared memory. More of them can then be
 /// in flight than with L1, which is small if most of it is shared memory (8,192 tokens: 63 us instead of 72).
-template <int D, bool kMany>
+/// kF32: whether the norms' weights are f32; otherwise they are bf16.
+template <int D, bool kMany, bool kF32>
 __global__ void __launch_bounds__(kWarps * 32) qk_norm_rope_kernel(const __grid_constant__ Args a) {
   constexpr int kPer = Part<D>::kPer, kPairs = kMany ? 2 : 1;
   pdl_launch_dependents();
@@ -163,10 +173,10 @@ __global__ void __launch_bounds__(kWarps * 32) qk_norm_rope_kernel(const __grid_
   const uint32_t slot = a.slots[token];
   const size_t row = static_cast<size_t>(a.angles.index ? a.angles.index[token] : token) * (D / 2);
   const Part<D> angle = part_of<D>(load_global<kPer>(a.angles.cos + row), load_global<kPer>(a.angles.sin + row));
-  const Part<D> q_weight = load_norm_part<D>(kMany || own < a.heads ? a.q_norm : a.k_norm);
-  const Part<D> k_weight = kMany ? load_norm_part<D>(a.k_norm) : q_weight;
+  const Part<D> q_weight = load_norm_part<D, kF32>(kMany || own < a.heads ? a.q_norm : a.k_norm);
+  const Part<D> k_weight = kMany ? load_norm_part<D, kF32>(a.k_norm) : q_weight;
   pdl_wait();
-  const float* from = a.qkv + static_cast<size_t>(token) * all * D;
+  const float* from = a.qkv + static_cast<size_t>(token) * a.qkv_row;
   if constexpr (kMany) {
     __shared__ __align__(16) float staged[kWarps][kPairs][2 * D];
 #pragma unroll
@@ -193,37 +203,47 @@ __global__ void __launch_bounds__(kWarps * 32) qk_norm_rope_kernel(const __grid_
   }
 }
 
-template <int D>
+template <int D, bool kF32>
 cudaError_t run(const Args& a, int tokens, void* stream) {
   const bool many = tokens >= kManyTokens;
   const int blocks = ceil_div(a.heads + 2 * a.cache.heads, kWarps * (many ? 4 : 2));
   const Launch l = {dim3(blocks, tokens), dim3(kWarps * 32), stream};
-  return many ? launch(qk_norm_rope_kernel<D, true>, l, a) : launch(qk_norm_rope_kernel<D, false>, l, a);
+  return many ? launch(qk_norm_rope_kernel<D, true, kF32>, l, a) : launch(qk_norm_rope_kernel<D, false, kF32>, l, a);
+}
+
+template <bool kF32>
+cudaError_t run(const Args& a, int head_dim, int tokens, void* stream) {
+  switch (head_dim) {
+    case 256: return run<256, kF32>(a, tokens, stream);
+    case 128: return run<128, kF32>(a, tokens, stream);
+    case 64: return run<64, kF32>(a, tokens, stream);
+    default: return cudaErrorInvalidValue;
+  }
 }
 
 }  // namespace
 }  // namespace moe
 
-/// Writes q_out and the cache's slots from qkv. head_dim is 64 or 128.
+/// Writes q_out and the cache's slots from qkv. head_dim is 64, 128 or 256.
 extern "C" int moe_qk_norm_rope_cache(const moe::QkNormRopeArgs* args, void* stream) {
   using namespace moe;
   const QkNormRopeArgs& c = *args;
   if (c.tokens < 0 || c.tokens > 65535 || c.heads <= 0 || c.kv_heads <= 0 || c.block_size <= 0 ||
       c.dtype != Dtype::kBf16 || c.stream_dtype != Dtype::kF32 || c.q_dtype != Dtype::kBf16 || c.num_slots < 0 ||
-      c.num_slots > kNoSlot || (c.q_norm != nullptr && c.norm_dtype != Dtype::kBf16))
+      c.num_slots > kNoSlot || (c.norm_dtype != Dtype::kBf16 && c.norm_dtype != Dtype::kF32) || !holds_qkv(c))
     return cudaErrorInvalidValue;
   if (c.tokens == 0) return cudaSuccess;
   const Args a = {static_cast<const float*>(c.qkv),
-                  static_cast<const bf16*>(c.q_norm),
-                  static_cast<const bf16*>(c.k_norm),
+                  c.q_norm,
+                  c.k_norm,
                   c.eps,
                   {c.cos, c.sin, c.angle_index},
                   c.slots,
                   static_cast<uint32_t>(c.num_slots),
                   static_cast<bf16*>(c.q_out),
                   cache_of(c.k_cache, c.v_cache, c.kv_heads, c.block_size),
-                  c.heads};
-  if (c.head_dim == 128) return run<128>(a, c.tokens, stream);
-  if (c.head_dim == 64) return run<64>(a, c.tokens, stream);
-  return cudaErrorInvalidValue;
+                  c.heads,
+                  c.qkv_row};
+  return c.norm_dtype == Dtype::kF32 ? run<true>(a, c.head_dim, c.tokens, stream)
+                                     : run<false>(a, c.head_dim, c.tokens, stream);
 }

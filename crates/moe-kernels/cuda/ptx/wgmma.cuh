@@ -156,6 +156,7 @@ MOE_WGMMA_REGISTERS(256, 128, 128, 129, 130, 131, 132, 133, 0)
 MOE_WGMMA_REGISTERS(64, 32, 32, 33, 34, 35, 36, 37, 1)
 MOE_WGMMA_REGISTERS(128, 64, 64, 65, 66, 67, 68, 69, 1)
 MOE_WGMMA_REGISTERS(192, 96, 96, 97, 98, 99, 100, 101, 1)
+MOE_WGMMA_REGISTERS(256, 128, 128, 129, 130, 131, 132, 133, 1)
 
 /// d += a b^T over 16 columns, where a's rows are next to each other: a is [16, 64] (`transposed_descriptor`), and so
 /// is b.

@@ -70,8 +70,9 @@ pub(crate) struct RopeCache<'a, T, X, W> {
     /// Query heads, KV heads, head size.
     pub heads: (usize, usize, usize),
     pub block_size: usize,
-    /// [T, (Hq + 2 Hkv) D].
+    /// [T, `qkv_row`]: heads of q, k and v come first in their rows.
     pub qkv: &'a [X],
+    pub qkv_row: usize,
     /// Weights of the norms of q and k.
     pub norms: (Option<&'a [W]>, Option<&'a [W]>),
     pub eps: f32,
@@ -100,8 +101,8 @@ impl<T: Lanes, X: Lanes, W: Lanes> RopeCache<'_, T, X, W> {
 
     /// Head `place` among the q, k and v heads of a row.
     fn input(&self, row: usize, place: usize) -> &[X] {
-        let (hq, hkv, d) = self.heads;
-        &self.qkv[(row * (hq + 2 * hkv) + place) * d..][..d]
+        let (_, _, d) = self.heads;
+        &self.qkv[row * self.qkv_row + place * d..][..d]
     }
 
     fn rope<O: Lanes>(&self, row: usize, x: &[X], weight: Option<&[W]>, out: &mut [O]) {

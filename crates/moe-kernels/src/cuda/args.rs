@@ -118,12 +118,12 @@ arguments! {
     QkNormRopeArgs {
         qkv q_norm k_norm: In, eps: f32, cos sin angle_index slots: In, q_out k_cache v_cache: Out,
         dtype stream_dtype q_dtype norm_dtype: Dtype, tokens heads kv_heads head_dim block_size: i32,
-        num_slots: i64,
+        qkv_row: i32, num_slots: i64,
     }
     PagedAttentionArgs {
         q k_cache v_cache query_start_loc positions block_tables: In, out: Out, dtype q_dtype: Dtype,
         tokens sequences max_blocks heads kv_heads head_dim value_dim value_row num_blocks block_size: i32,
-        scale: f32, window invariant: i32, counters partials: Out, splits: i32, sinks: In,
+        scale: f32, window invariant: i32, counters partials: Out, splits: i32, sinks gates: In, gate_row: i32,
     }
     MlaLatentArgs {
         compressed norm: In, eps: f32, cos sin: In, latent_out rotated_out: Out, dtype: Dtype,
@@ -150,7 +150,8 @@ arguments! {
     AttentionDecodeArgs {
         qkv q_norm k_norm: In, eps: f32, cos sin angle_index slots positions block_tables: In,
         max_blocks: i32, k_cache v_cache out workspace: Out, rows heads kv_heads head_dim block_size: i32,
-        scale: f32, window splits: i32, num_slots: i64, sinks: In,
+        scale: f32, window splits: i32, num_slots: i64, norm_dtype: Dtype, qkv_row: i32, sinks gates: In,
+        gate_row: i32,
     }
     StepRoutingArgs {
         heat routed: Out, forced: In, stride keep_weights: i32,

@@ -1,12 +1,14 @@
 //! Attention over the paged KV cache on CUDA, from the rows of q, k and v: what goes into the cache, decoding rows, and
 //! steps of decoding rows and prompts.
 
+mod gates;
 mod paged;
 
 use std::ptr::null;
 
 use candle_core::{DType, Result};
 
+use self::gates::{gate_row, scale_by_gates};
 use self::paged::{Inputs, PagedLaunch, attend};
 pub(crate) use self::paged::{latent_values, paged_attention};
 use super::args::{AttentionDecodeArgs, Dtype, QkNormRopeArgs};
@@ -29,10 +31,9 @@ pub(crate) fn qk_norm_rope_cache(
 ) -> Result<()> {
     let op = "qk_norm_rope_cache";
     let cuda = ex.cuda("qk_norm_rope_cache")?;
-    let views = [k_cache.as_view(), v_cache.as_view(), q_out.as_view(), args.qkv, args.cos, args.sin];
-    let call = call(args, false, k_cache.as_view(), aligned(&views));
-    let norms = norm_dtype(args, k_cache.dtype());
-    let dtypes = args.qkv.dtype() == DType::F32 && q_out.dtype() == DType::BF16 && norms == k_cache.dtype();
+    let views = [k_cache.as_view(), v_cache.as_view(), q_out.as_view()];
+    let call = call(args, false, k_cache.as_view(), aligned(&views) && rows_are_aligned(args));
+    let dtypes = args.qkv.dtype() == DType::F32 && q_out.dtype() == DType::BF16;
     let fast =
         dtypes && args.qkv.rows() <= MAX_ROWS && AttentionForm::Prefill.fits(&call, &ex.machine()).is_ok();
     let block_size = k_cache.dims()[2];
@@ -49,7 +50,7 @@ pub(crate) fn qk_norm_rope_cache(
         dtype: Dtype::of(op, k_cache.dtype())?,
         stream_dtype: Dtype::of(op, args.qkv.dtype())?,
         q_dtype: Dtype::of(op, q_out.dtype())?,
-        norm_dtype: Dtype::of(op, norms)?,
+        norm_dtype: Dtype::of(op, norm_dtype(args, k_cache.dtype()))?,
         q_out: cuda.write(op, "q_out", &mut q_out)?,
         k_cache: cuda.write(op, "k_cache", &mut k_cache)?,
         v_cache: cuda.write(op, "v_cache", &mut v_cache)?,
@@ -58,6 +59,7 @@ pub(crate) fn qk_norm_rope_cache(
         kv_heads: small(op, args.num_kv_heads)?,
         head_dim: small(op, args.head_dim)?,
         block_size: small(op, block_size)?,
+        qkv_row: small(op, args.qkv.dims()[1])?,
         num_slots: any::count(op, blocks * block_size)?,
     };
     let launch = if fast { ffi::moe_qk_norm_rope_cache } else { ffi::moe_any_qk_norm_rope_cache };
@@ -69,6 +71,12 @@ pub(crate) fn qk_norm_rope_cache(
 /// The dtype of the norms of q and k: the model's, or f32.
 fn norm_dtype(args: &QkNormRope, model: DType) -> DType {
     args.q_norm.or(args.k_norm).map_or(model, |norm| norm.dtype())
+}
+
+/// Whether everything that is read before the cache is written begins at multiples of 16 bytes.
+fn rows_are_aligned(args: &QkNormRope) -> bool {
+    let mut norms = [args.q_norm, args.k_norm].into_iter().flatten();
+    aligned(&[args.qkv, args.cos, args.sin]) && norms.all(|norm| aligned(&[norm]))
 }
 
 fn call(args: &QkNormRope, one_row_each: bool, k_cache: View, aligned: bool) -> AttentionCall {
@@ -83,7 +91,7 @@ fn call(args: &QkNormRope, one_row_each: bool, k_cache: View, aligned: bool) -> 
         value_dim: head_dim,
         latent: false,
         sinks: false,
-        f32_norms: norm_dtype(args, dtype) != dtype,
+        gates: false,
         dtype,
         block_size,
         aligned,
@@ -100,8 +108,7 @@ pub(crate) fn is_one_launch(args: &QkNormRope, decode_rows: usize, k_cache: View
 
 /// The call of `rows` decoding rows.
 fn decode_call(args: &QkNormRope, rows: usize, k_cache: View) -> AttentionCall {
-    let aligned = aligned(&[args.qkv, args.cos, args.sin, k_cache]);
-    AttentionCall { rows, ..call(args, true, k_cache, aligned) }
+    AttentionCall { rows, ..call(args, true, k_cache, aligned(&[k_cache]) && rows_are_aligned(args)) }
 }
 
 /// Attention of a step whose first rows decode, one row per sequence. One launch computes these rows, and other
@@ -122,15 +129,20 @@ pub(crate) fn decode_then_prompts(
     let decode = AttentionMeta {
         positions: meta.positions.narrow(0, decode_rows)?,
         block_tables: meta.block_tables.narrow(0, decode_rows)?,
+        gates: meta.gates.map(|gates| gates.narrow(0, decode_rows)).transpose()?,
         ..*meta
     };
     let prompt_rows = rows - decode_rows;
     let prompts = sequences - decode_rows;
     let mixed = MixedCall {
-        decode: decode_call(args, decode_rows, k_cache.as_view()),
+        decode: AttentionCall {
+            gates: meta.gates.is_some(),
+            ..decode_call(args, decode_rows, k_cache.as_view())
+        },
         num_kv_heads: args.num_kv_heads,
         prompts: AttentionCall {
             rows: prompt_rows,
+            gates: meta.gates.is_some(),
             aligned: aligned(&[k_cache.as_view(), v_cache.as_view()]) && out.is_aligned(),
             ..call(args, false, k_cache.as_view(), true)
         },
@@ -167,7 +179,7 @@ pub(crate) fn decode_then_prompts(
     };
     let k = k_cache.as_view();
     let v = v_cache.as_view();
-    let inputs = Inputs { q: q.view(), k_cache: k, v_cache: v, meta: &prompt };
+    let inputs = Inputs { q: q.view(), k_cache: k, v_cache: v, meta: &prompt, first: decode_rows };
     attend(inputs, out.first(rows)?, PagedLaunch::Attention { blocks }, ex)?;
     if form == MixedForm::Overlapped {
         let out = out.first(decode_rows)?;
@@ -182,7 +194,7 @@ fn decode_attention(
     args: &QkNormRope,
     meta: &AttentionMeta,
     [mut k_cache, mut v_cache]: [ViewMut; 2],
-    out: RowsViewMut,
+    mut out: RowsViewMut,
     mixed: &MixedCall,
     form: MixedForm,
     ex: &Exec,
@@ -209,7 +221,11 @@ fn decode_attention(
     let workspace = cuda.counters("decode_attention", bytes.div_ceil(4))?;
     let blocks = k_cache.rows();
     let block_size = k_cache.dims()[2];
-    let (out, fp8) = out.place(op, cuda)?;
+    let norms = norm_dtype(args, k_cache.dtype());
+    let qkv_row = args.qkv.dims()[1];
+    let holds_gates = AttentionForm::Decode.holds_gates(&mixed.decode);
+    let held = meta.gates.filter(|_| holds_gates);
+    let (place, fp8) = out.place(op, cuda)?;
     let args = AttentionDecodeArgs {
         qkv: cuda.read(op, "qkv", args.qkv)?,
         q_norm: cuda.read_or_null(op, "q_norm", args.q_norm)?,
@@ -224,7 +240,7 @@ fn decode_attention(
         max_blocks: small(op, meta.block_tables.dims()[1])?,
         k_cache: cuda.write(op, "k_cache", &mut k_cache)?,
         v_cache: cuda.write(op, "v_cache", &mut v_cache)?,
-        out,
+        out: place,
         workspace,
         rows,
         heads,
@@ -235,7 +251,11 @@ fn decode_attention(
         window: meta.window_i32(),
         splits,
         num_slots: any::count(op, blocks * block_size)?,
+        norm_dtype: Dtype::of(op, norms)?,
+        qkv_row: small(op, qkv_row)?,
         sinks: cuda.read_or_null(op, "sinks", meta.sinks)?,
+        gates: cuda.read_or_null(op, "gates", held)?,
+        gate_row: gate_row(op, held)?,
     };
     let beside = i32::from(form == MixedForm::Overlapped);
     // SAFETY: the op has checked dims and dtypes; `is_one_launch` and, for FP8, `leaves_fp8` are the launchers'
@@ -248,7 +268,11 @@ fn decode_attention(
                 ffi::moe_attention_decode_fp8(&args, beside, scales, lines, quads, cuda.raw()?)
             }
         }
-    })
+    })?;
+    match meta.gates {
+        Some(gates) if !holds_gates => scale_by_gates(op, gates, out, 0, ex),
+        _ => Ok(()),
+    }
 }
 
 /// Whether the launches of a step with `decode_rows` decoding rows leave their rows in FP8: with heads whose columns
@@ -256,7 +280,7 @@ fn decode_attention(
 pub(crate) fn leaves_fp8(args: &QkNormRope, decode_rows: usize, k_cache: View, ex: &Exec) -> bool {
     let prompts = AttentionCall {
         rows: args.qkv.rows() - decode_rows.min(args.qkv.rows()),
-        ..call(args, false, k_cache, aligned(&[k_cache, args.qkv, args.cos, args.sin]))
+        ..call(args, false, k_cache, aligned(&[k_cache]) && rows_are_aligned(args))
     };
     args.head_dim == FP8_GROUP
         && (decode_rows == 0 || is_one_launch(args, decode_rows, k_cache, ex))

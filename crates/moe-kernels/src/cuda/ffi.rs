@@ -158,7 +158,7 @@ launchers! {
     moe_any_fill(out: Out, value: f32, count: i64);
     moe_any_sequence(out: Out, step: u32, count: i64);
     moe_any_sigmoid(x: Out, count: i64);
-    moe_any_sigmoid_gate(gate: In, x: Out, dtype: Dtype, count: i64);
+    moe_any_sigmoid_gate(gates: In, x: Out, dtype: Dtype, rows: i32, width: i32, gate_row: i32);
     moe_any_rms_norm(
         x weight: In, eps: f32, out: Out, dtype stream_dtype weight_dtype: Dtype, rows width: i32
     );

@@ -67,9 +67,9 @@ impl RowsViewMut<'_> {
     }
 
     /// Where they are written, and the rest of the place if that is FP8.
-    pub(super) fn place(self, op: &str, cuda: &CudaExec) -> Result<(Out, Option<Fp8Place>)> {
+    pub(super) fn place(&mut self, op: &str, cuda: &CudaExec) -> Result<(Out, Option<Fp8Place>)> {
         match self {
-            Self::Floats(mut out) => Ok((cuda.write(op, "out", &mut out)?, None)),
+            Self::Floats(out) => Ok((cuda.write(op, "out", out)?, None)),
             Self::Fp8(out) => {
                 let place = out.place(op, cuda)?;
                 Ok((place.q.cast(), Some(place)))

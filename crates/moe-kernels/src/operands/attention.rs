@@ -32,6 +32,9 @@ pub struct AttentionMeta<'a> {
     /// \[Hq\] f32: a logit of each head that takes part in the softmax of its rows and has no value (attention sinks,
     /// Xiao et al. 2023, learned as in gpt-oss); not scaled.
     pub sinks: Option<View<'a>>,
+    /// [T, at least Hq · Dv] f32: the last Hq · Dv values of a row are gates, whose sigmoids scale what the row has
+    /// attended to (Qwen3-Next), after it was rounded; with another rounding. Not for latent rows.
+    pub gates: Option<View<'a>>,
 }
 
 #[cfg(any(feature = "cuda", test))]
@@ -46,7 +49,8 @@ impl AttentionMeta<'_> {
 /// Arguments of [`qk_norm_rope_cache_into`](crate::qk_norm_rope_cache_into).
 #[derive(Clone, Copy, Debug)]
 pub struct QkNormRope<'a> {
-    /// [T, (Hq + 2 Hkv) · D] model dtype or f32: q heads, then k heads, then v heads.
+    /// [T, (Hq + 2 Hkv) · D] model dtype or f32: q heads, then k heads, then v heads. Hq · D more values may follow in
+    /// each row, which are not read: gates ([`AttentionMeta::gates`]).
     pub qkv: View<'a>,
     /// \[D\] model dtype or f32: RMS norm weight of every q head.
     pub q_norm: Option<View<'a>>,

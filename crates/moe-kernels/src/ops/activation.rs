@@ -1,6 +1,6 @@
 //! The gated activation alone, for gate and up products that were computed separately.
 
-use candle_core::{DType, Result};
+use candle_core::{DType, Result, bail};
 
 use crate::arguments::{expect, expect_dims, expect_dtype, expect_matrix};
 use crate::cpu::activation::{Gated, SigmoidGate};
@@ -62,32 +62,46 @@ pub fn gated_rows_into(rows: View, activation: Activation, out: ViewMut, ex: &mu
     with_float!(out.dtype(), op, T => run_rows::<T>(rows, activation, out, ex))
 }
 
-/// x = sigmoid(gate) · x, element by element, in f32 with one rounding.
+/// x = sigmoid(gate) · x, element by element, in f32 with one rounding. The gates of a row are the last values of its
+/// row of `gates`.
 ///
 /// | argument | shape, dtype |
 /// |---|---|
-/// | `gate` | any dims, f32 |
-/// | `x` | same dims, model dtype (f32, bf16, f16), updated |
+/// | `gates` | [T, at least N] f32 |
+/// | `x` | [T, N] model dtype (f32, bf16, f16), updated |
 ///
 /// # Errors
 /// A wrong dtype or wrong dims.
-pub fn sigmoid_gate_into(gate: View, x: ViewMut, ex: &mut Exec) -> Result<()> {
+pub fn sigmoid_gate_into(gates: View, x: ViewMut, ex: &mut Exec) -> Result<()> {
     let op = "sigmoid_gate";
-    expect(op, "gate", &gate, DType::F32, x.dims())?;
+    expect_gates(op, &gates, x.dims())?;
     ex.launched(|| op);
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
-        return crate::cuda::any::sigmoid_gate(ex.cuda(op)?, op, gate, x);
+        return crate::cuda::any::sigmoid_gate(ex.cuda(op)?, op, gates, x);
     }
-    with_float!(x.dtype(), op, T => scale::<T>(gate, x, ex))
+    with_float!(x.dtype(), op, T => scale::<T>(gates, x, ex))
 }
 
-fn scale<T: Lanes>(gate: View, mut x: ViewMut, ex: &Exec) -> Result<()> {
-    let gate = gate.cpu::<f32>()?;
+/// Checks the dims and the dtype of the gates of rows of these dims.
+pub(super) fn expect_gates(op: &str, gates: &View, x: &[usize]) -> Result<()> {
+    let (_, held) = expect_matrix(op, "gates", gates)?;
+    let &[rows, width] = x else { bail!("{op}: expected x [T, N], got {x:?}") };
+    expect(op, "gates", gates, DType::F32, &[rows, held.max(width)])
+}
+
+fn scale<T: Lanes>(gates: View, mut x: ViewMut, ex: &Exec) -> Result<()> {
+    let held = gates.dims()[1];
+    let width = x.dims()[1];
+    if width == 0 {
+        return Ok(());
+    }
     let x = x.cpu_mut::<T>()?;
-    let Some(chunk) = rows_per_task(ex, gate.len(), LANES) else { return Ok(()) };
-    let tasks = gate.chunks(chunk).zip(x.chunks_mut(chunk)).collect();
-    for_each_item(ex, tasks, gate.len(), |(gate, x)| dispatch(ex.isa(), SigmoidGate { gate, x }));
+    let len = x.len();
+    let tasks = gates.cpu::<f32>()?.chunks_exact(held).zip(x.chunks_exact_mut(width)).collect();
+    for_each_item(ex, tasks, len, |(gates, x)| {
+        dispatch(ex.isa(), SigmoidGate { gate: &gates[held - width..], x });
+    });
     Ok(())
 }
 

@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Result, bail};
 
+use super::activation::{expect_gates, sigmoid_gate_into};
 use crate::arguments::{expect, expect_cache, expect_dtype, expect_matrix, expect_rank3, expect_stream};
 use crate::cpu::attention::{Attention, Sequence, attend};
 use crate::cpu::simd::Lanes;
@@ -12,7 +13,8 @@ use crate::view::{View, ViewMut};
 use crate::with_float;
 
 /// out = softmax(scale · q · kᵀ) · v, causal, in f32, rounded once; with sinks a head's softmax is also over its sink,
-/// whose weight is dropped.
+/// whose weight is dropped. With gates the rounded result is scaled by the sigmoids of its gates
+/// ([`sigmoid_gate_into`]).
 ///
 /// A row at position p attends to positions `max(0, p + 1 - window)..=p` of its sequence, whose keys and values must
 /// already be in the cache. KV is processed in blocks of [`ATTENTION_BLOCK`](crate::ATTENTION_BLOCK) positions, aligned
@@ -38,7 +40,7 @@ pub fn paged_attention_into(
     k_cache: View,
     v_cache: View,
     meta: &AttentionMeta,
-    out: ViewMut,
+    mut out: ViewMut,
     ex: &mut Exec,
 ) -> Result<()> {
     let op = "paged_attention";
@@ -50,9 +52,10 @@ pub fn paged_attention_into(
     ex.launched(|| AttentionForm::Cpu.name());
     let sequences = check_sequences(op, meta, t, k_cache.dims()[0], k_cache.dims()[2])?;
     with_float!(k_cache.dtype(), op, T => match q.dtype() {
-        DType::F32 => run::<T, f32>(q, k_cache, v_cache, meta, &sequences, out, ex),
-        _ => run::<T, T>(q, k_cache, v_cache, meta, &sequences, out, ex),
-    })
+        DType::F32 => run::<T, f32>(q, k_cache, v_cache, meta, &sequences, out.reborrow(), ex),
+        _ => run::<T, T>(q, k_cache, v_cache, meta, &sequences, out.reborrow(), ex),
+    })?;
+    meta.gates.map_or(Ok(()), |gates| sigmoid_gate_into(gates, out, ex))
 }
 
 /// Checks dims and dtypes, and returns the number of rows.
@@ -75,7 +78,7 @@ pub(super) fn check_attention(
     let value_dim = expect_values(op, k_cache, v_cache, out, hq)?;
     expect(op, "out", out, k_cache.dtype(), &[t, hq * value_dim])?;
     check_meta(op, meta, t)?;
-    check_sinks(op, meta, hq)?;
+    check_heads(op, meta, [t, hq * value_dim], hq)?;
     Ok(t)
 }
 
@@ -110,10 +113,13 @@ pub(super) fn check_meta(op: &str, meta: &AttentionMeta, t: usize) -> Result<()>
     Ok(())
 }
 
-/// Checks dims and dtype of the sinks of `hq` heads.
-pub(super) fn check_sinks(op: &str, meta: &AttentionMeta, hq: usize) -> Result<()> {
-    match &meta.sinks {
-        Some(sinks) => expect(op, "sinks", sinks, DType::F32, &[hq]),
+/// Checks dims and dtypes of the sinks and gates of `hq` heads whose results are `out` [T, width].
+pub(super) fn check_heads(op: &str, meta: &AttentionMeta, out: [usize; 2], hq: usize) -> Result<()> {
+    if let Some(sinks) = &meta.sinks {
+        expect(op, "sinks", sinks, DType::F32, &[hq])?;
+    }
+    match &meta.gates {
+        Some(gates) => expect_gates(op, gates, &out),
         None => Ok(()),
     }
 }
@@ -217,6 +223,7 @@ mod tests {
                 scale: 1.,
                 sliding_window,
                 sinks: None,
+                gates: None,
             };
             Ok(meta.window_i32())
         };

@@ -42,6 +42,9 @@ pub fn mla_prompt_into(args: &MlaPrompt, out: ViewMut, ex: &mut Exec) -> Result<
     expect_cache(op, "cache", &args.cache, 1, l + r)?;
     expect_dtype(op, "cache", &args.cache, dtype)?;
     check_meta(op, &args.meta, t)?;
+    if args.meta.gates.is_some() {
+        bail!("{op}: latent rows have no gates, got meta.gates")
+    }
     if args.meta.sinks.is_some() {
         bail!("{op}: expected heads without sinks, which prompts of latent attention do not have")
     }

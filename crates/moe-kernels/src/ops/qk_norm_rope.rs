@@ -4,7 +4,7 @@ use candle_core::{DType, Result, bail};
 
 use super::attention::paged_attention_into;
 #[cfg(feature = "cuda")]
-use super::attention::{check_meta, check_sinks};
+use super::attention::{check_heads, check_meta};
 use crate::arguments::{expect, expect_cache, expect_dims, expect_dtype, expect_optional, expect_stream};
 use crate::cpu::parallel::for_each;
 use crate::cpu::rope::{NO_SLOT, RopeCache};
@@ -71,9 +71,14 @@ fn check(op: &str, args: &QkNormRope, k_cache: &ViewMut, v_cache: &ViewMut) -> R
     let dtype = k_cache.dtype();
     expect_stream(op, "qkv", &args.qkv, dtype)?;
     let t = args.qkv.rows();
-    let width = hkv.checked_mul(2).and_then(|n| n.checked_add(hq)).and_then(|n| n.checked_mul(d));
-    let Some(width) = width else { bail!("{op}: {hq} + 2 * {hkv} heads of size {d} overflow") };
-    expect_dims(op, "qkv", &args.qkv, &[t, width])?;
+    let width = |heads: usize| {
+        let all = hkv.checked_mul(2).and_then(|n| n.checked_add(heads));
+        all.and_then(|n| n.checked_mul(d))
+    };
+    let Some(without) = width(hq) else { bail!("{op}: {hq} + 2 * {hkv} heads of size {d} overflow") };
+    let with_gates = hq.checked_mul(2).and_then(width);
+    let held = args.qkv.dims().get(1).copied().filter(|held| with_gates == Some(*held));
+    expect_dims(op, "qkv", &args.qkv, &[t, held.unwrap_or(without)])?;
     let in_f32 = args.q_norm.is_some_and(|norm| norm.dtype() == DType::F32);
     let norms = if in_f32 { DType::F32 } else { dtype };
     for (name, weight) in [("q_norm", &args.q_norm), ("k_norm", &args.k_norm)] {
@@ -133,10 +138,11 @@ fn rope_attention_fp8(
     if out.dims() != dims {
         bail!("{op}: expected out {dims:?} in FP8, got {:?}", out.dims())
     }
-    if crate::cuda::attention::leaves_fp8(args, rows.decode, k_cache.as_view(), ex) {
+    let gated = meta.gates.is_some(); // gates multiply floats
+    if !gated && crate::cuda::attention::leaves_fp8(args, rows.decode, k_cache.as_view(), ex) {
         check(op, args, &k_cache, &v_cache)?;
         check_meta(op, meta, dims[0])?;
-        check_sinks(op, meta, args.num_heads)?;
+        check_heads(op, meta, dims, args.num_heads)?;
         return crate::cuda::attention::decode_then_prompts(
             args,
             meta,
@@ -170,7 +176,7 @@ fn rope_attention(
         let sequences = meta.block_tables.rows();
         check(op, args, &k_cache, &v_cache)?;
         check_meta(op, meta, t)?;
-        check_sinks(op, meta, heads)?;
+        check_heads(op, meta, [t, heads * d], heads)?;
         if rows.decode > t.min(sequences) {
             let got = rows.decode;
             bail!("{op}: expected at most {t} rows and {sequences} sequences to decode, got {got}")
@@ -208,6 +214,7 @@ fn run<'a, T: Lanes, S: Lanes, W: Lanes>(
         heads: (args.num_heads, args.num_kv_heads, args.head_dim),
         block_size: k_cache.dims()[2],
         qkv: args.qkv.cpu::<S>()?,
+        qkv_row: args.qkv.dims()[1],
         norms: (weight(args.q_norm)?, weight(args.k_norm)?),
         eps: args.eps,
         angles: (args.cos.cpu()?, args.sin.cpu()?),

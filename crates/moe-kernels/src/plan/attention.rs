@@ -10,7 +10,9 @@ pub(crate) const MAX_ROWS: usize = 65_535;
 /// Positions of a tile of the kernel on warpgroup products.
 const TILE: usize = 128;
 /// Head sizes of the fast kernels.
-const HEAD_DIMS: &[usize] = &[64, 128];
+const HEAD_DIMS: &[usize] = &[64, 128, 256];
+/// Size of the heads whose fast kernels scale results by gates.
+const GATED_HEAD_DIM: usize = 256;
 /// The sizes of a latent row for which kernels are compiled; the value is the beginning of the row. They are
 /// DeepSeek's.
 const LATENT_KEYS: &[usize] = &[576];
@@ -18,11 +20,13 @@ const LATENT_VALUES: &[usize] = &[512];
 /// The largest number of rows, and of heads, of the kernel for one new row of each of a few sequences over latent rows.
 const LATENT_DECODE_ROWS: usize = 8;
 const LATENT_DECODE_HEADS: usize = 16;
-/// Shared memory of the kernels, bytes; the kernels assert the same. On warpgroup products: with heads of 64, of 128.
-const WGMMA_BYTES: (usize, usize) = (115_712, 230_400);
+/// Shared memory of the kernels, bytes; the kernels assert the same. On warpgroup products, with heads of these sizes.
+const WGMMA_BYTES: [(usize, usize); 3] = [(64, 115_712), (128, 230_400), (256, 197_632)];
 const LATENT_DECODE_BYTES: usize = 177_664;
 const LATENT_BYTES: usize = 231_424;
-/// With heads of 128; half of it with heads of 64.
+/// With heads of 256; with smaller ones less than every card has without being asked.
+const DECODE_BYTES: usize = 78_272;
+/// For each 128 columns of a head.
 const PREFILL_BYTES: usize = 81_920;
 
 /// Head norm, rotation, cache write and attention of a step's rows.
@@ -42,8 +46,8 @@ pub struct AttentionCall {
     pub latent: bool,
     /// Whether heads have sinks.
     pub sinks: bool,
-    /// Whether the norms of q and k have weights in f32 next to a model in another dtype.
-    pub f32_norms: bool,
+    /// Whether gates scale what the rows have attended to.
+    pub gates: bool,
     /// Dtype of the cache.
     pub dtype: DType,
     /// Slots of a block of the cache; `None` in a plan, where there is no cache yet.
@@ -97,22 +101,21 @@ impl Form for AttentionForm {
     fn fits(self, call: &AttentionCall, machine: &Machine) -> Result<(), Reason> {
         match self {
             Self::Decode => {
-                machine.expect_tuned(TENSOR_CORES)?;
+                let gpu = machine.expect_tuned(TENSOR_CORES)?;
                 machine.expect_batch_variant()?;
                 if !call.one_row_each {
                     return Err(Reason::OneRowEach);
                 }
-                if call.f32_norms {
-                    return Err(Reason::Part { part: "norms of q and k with weights in f32" });
-                }
                 expect_at_most("rows", MAX_ROWS, call.rows)?;
-                call.expect_fast()
+                call.expect_fast()?;
+                if call.head_dim > 128 { gpu.expect_shared_memory(DECODE_BYTES) } else { Ok(()) }
             }
             Self::Wgmma => {
                 let gpu = machine.expect_tuned(WARPGROUPS)?;
                 call.expect_pages()?;
                 call.expect_fast()?;
-                gpu.expect_shared_memory(if call.head_dim == 64 { WGMMA_BYTES.0 } else { WGMMA_BYTES.1 })
+                let bytes = WGMMA_BYTES.iter().find(|(head_dim, _)| *head_dim == call.head_dim);
+                bytes.map_or(Ok(()), |&(_, bytes)| gpu.expect_shared_memory(bytes))
             }
             Self::LatentDecode => {
                 let gpu = machine.expect_tuned(WARPGROUPS)?;
@@ -132,12 +135,22 @@ impl Form for AttentionForm {
                 call.expect_pages()
             }
             Self::Prefill => {
-                machine.expect_tuned(TENSOR_CORES)?.expect_shared_memory(PREFILL_BYTES)?;
-                call.expect_fast()
+                let gpu = machine.expect_tuned(TENSOR_CORES)?;
+                call.expect_fast()?;
+                gpu.expect_shared_memory(PREFILL_BYTES * call.head_dim.div_ceil(128))
             }
             Self::Any => machine.expect_gpu().map(drop),
             Self::Cpu => machine.expect_cpu(),
         }
+    }
+}
+
+impl AttentionForm {
+    /// Whether its launches also scale results by their gates. Otherwise `sigmoid_gate` follows.
+    pub fn holds_gates(self, call: &AttentionCall) -> bool {
+        call.gates
+            && matches!(self, Self::Decode | Self::Wgmma | Self::Prefill)
+            && call.head_dim == GATED_HEAD_DIM
     }
 }
 
@@ -196,10 +209,9 @@ mod tests {
         let hopper = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
         let ampere = Gpu::ampere();
         let ampere = Machine { gpu: Some(ampere), ..Machine::default() };
-        let form = |one_row_each, block_size, machine: &Machine| {
+        let form_of = |head_dim, one_row_each, block_size, machine: &Machine| {
             let rows = 300;
             let num_heads = 32;
-            let head_dim = 128;
             let call = AttentionCall {
                 rows,
                 one_row_each,
@@ -208,13 +220,15 @@ mod tests {
                 value_dim: head_dim,
                 latent: false,
                 sinks: false,
-                f32_norms: false,
+                gates: false,
                 dtype: DType::BF16,
                 block_size,
                 aligned: true,
             };
             AttentionForm::choose(&call, machine).map(Form::name)
         };
+        let form =
+            |one_row_each, block_size, machine: &Machine| form_of(128, one_row_each, block_size, machine);
         for block_size in [None, Some(8), Some(16), Some(128), Some(256)] {
             assert_eq!(form(false, block_size, &hopper), Some("attention_prefill_wgmma"), "{block_size:?}");
         }
@@ -225,7 +239,21 @@ mod tests {
         assert_eq!(form(true, Some(16), &hopper), Some("attention_decode"));
         let invariant = Machine { batch_invariant: true, ..hopper };
         assert_eq!(form(true, Some(16), &invariant), Some("attention_prefill_wgmma"));
+        // Heads of 256 take more shared memory than smaller cards of 8.x have.
+        let ada = Gpu { block_shared_memory: 101_376, ..Gpu::ampere() };
+        let ada = Machine { gpu: Some(ada), ..Machine::default() };
+        for (one_row_each, block_size, machine, name) in [
+            (false, 16, &hopper, "attention_prefill_wgmma"),
+            (false, 7, &hopper, "attention_prefill"),
+            (false, 16, &ampere, "attention_prefill"),
+            (false, 16, &ada, "any_attention"),
+            (true, 16, &ada, "attention_decode"),
+        ] {
+            assert_eq!(form_of(256, one_row_each, Some(block_size), machine), Some(name));
+        }
+        assert_eq!(form_of(192, true, Some(16), &hopper), Some("any_attention"));
     }
+
     #[test]
     fn latent_rows_take_their_kernel_where_sizes_and_card_allow() {
         let hopper = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
@@ -239,7 +267,7 @@ mod tests {
             value_dim: 512,
             latent: true,
             sinks: false,
-            f32_norms: false,
+            gates: false,
             dtype: DType::BF16,
             block_size: Some(16),
             aligned: true,

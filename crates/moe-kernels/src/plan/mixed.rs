@@ -17,9 +17,26 @@ const SMS: (usize, usize) = (1, 2);
 const LONG: usize = 384;
 
 /// What the attention of a step computes, and of a mixed step's two kinds of rows.
-const ALL_ROWS: &[&str] = &["head norm", "rope", "kv write", "attention"];
-const DECODING_ROWS: &[&str] = &["head norm", "rope", "kv write", "attention of decoding rows"];
-const PROMPT_ROWS: &[&str] = &["head norm", "rope", "kv write", "attention of prompts"];
+const ALL_ROWS: Parts = &["head norm", "rope", "kv write", "attention", GATES];
+const DECODING_ROWS: Parts = &["head norm", "rope", "kv write", "attention of decoding rows", GATES];
+const PROMPT_ROWS: Parts = &["head norm", "rope", "kv write", "attention of prompts", GATES];
+/// The last part, for rows with gates.
+const GATES: &str = "gated heads";
+
+/// What a launch computes.
+type Parts = &'static [&'static str];
+
+impl AttentionCall {
+    /// The kernel of these rows and, if it does not scale its results by gates, the kernel that does; with a kernel
+    /// that was tried first.
+    fn stages(&self, parts: Parts, rejected: Option<Rejected>, machine: &Machine) -> Vec<Stage> {
+        let held = AttentionForm::choose(self, machine).is_some_and(|form| form.holds_gates(self));
+        let attention = if held { parts } else { &parts[..parts.len() - 1] };
+        let attention = AttentionForm::stage(attention, self, machine).after(rejected);
+        let gates = (self.gates && !held).then(|| Stage::new(&[GATES], "sigmoid_gate"));
+        std::iter::once(attention).chain(gates).collect()
+    }
+}
 
 /// The rows of a mixed step, or of a step with only one kind of rows.
 #[derive(Clone, Copy, Debug)]
@@ -65,6 +82,9 @@ impl Form for MixedForm {
         let gpu = machine.expect_tuned(WARPGROUPS)?;
         AttentionForm::Decode.fits(&call.decode, machine)?;
         AttentionForm::Wgmma.fits(&call.prompts, machine)?;
+        if call.prompts.gates && !AttentionForm::Wgmma.holds_gates(&call.prompts) {
+            return Err(Reason::Part { part: "gates of heads of this size" });
+        }
         if call.decode_scores == 0 || call.prompt_scores == 0 {
             return Err(Reason::NoGain("how many positions the rows see is not known"));
         }
@@ -86,15 +106,15 @@ impl MixedCall {
             let rows = decode.rows + prompts.rows;
             let one_row_each = prompts.rows == 0;
             let all = AttentionCall { rows, one_row_each, ..*prompts };
-            return vec![AttentionForm::stage(ALL_ROWS, &all, machine)];
+            return all.stages(ALL_ROWS, None, machine);
         }
-        let prompts = AttentionForm::stage(PROMPT_ROWS, prompts, machine);
-        let decode = AttentionForm::stage(DECODING_ROWS, decode, machine);
+        let prompts = prompts.stages(PROMPT_ROWS, None, machine);
         match MixedForm::Overlapped.fits(self, machine) {
-            Ok(()) => vec![prompts, decode],
+            Ok(()) => [prompts, decode.stages(DECODING_ROWS, None, machine)].concat(),
             Err(reason) => {
                 let kernel = MixedForm::Overlapped.name().to_string();
-                vec![decode.after([Rejected { kernel, reason }]), prompts]
+                let rejected = Some(Rejected { kernel, reason });
+                [decode.stages(DECODING_ROWS, rejected, machine), prompts].concat()
             }
         }
     }
@@ -143,7 +163,7 @@ mod tests {
             value_dim: 128,
             latent: false,
             sinks: false,
-            f32_norms: false,
+            gates: false,
             dtype: DType::BF16,
             block_size: Some(16),
             aligned: true,
@@ -193,6 +213,32 @@ mod tests {
         let invariant = Machine { batch_invariant: true, ..hopper };
         assert_eq!(names(&apart, &invariant), [prompts]);
         assert_eq!(names(&apart, &Machine::default()), ["cpu_attention"]);
+    }
+
+    #[test]
+    fn heads_of_256_hold_their_gates() {
+        let hopper = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
+        let gated = |head_dim: usize, call: MixedCall| {
+            let of =
+                |rows: AttentionCall| AttentionCall { gates: true, head_dim, value_dim: head_dim, ..rows };
+            MixedCall { decode: of(call.decode), prompts: of(call.prompts), ..call }
+        };
+        let names = |call: &MixedCall, machine: &Machine| -> Vec<String> {
+            call.stages(machine).into_iter().map(|stage| stage.kernel).collect()
+        };
+        let decode = "attention_decode";
+        let prompts = "attention_prefill_wgmma";
+        let gate = "sigmoid_gate";
+        let both = call(204_800, 120_000);
+        assert_eq!(names(&gated(256, both), &hopper), [prompts, decode]);
+        assert_eq!(names(&gated(128, both), &hopper), [decode, gate, prompts, gate]);
+        assert_eq!(names(&gated(192, both), &hopper), ["any_attention", gate]);
+        assert_eq!(names(&gated(256, both), &Machine::default()), ["cpu_attention", gate]);
+        let parts = |call: &MixedCall| {
+            call.stages(&hopper).iter().map(|s| s.computes.last().copied()).collect::<Vec<_>>()
+        };
+        assert_eq!(parts(&gated(256, both)), [Some(GATES); 2]);
+        assert_eq!(parts(&both), [Some("attention of prompts"), Some("attention of decoding rows")]);
     }
 
     #[test]

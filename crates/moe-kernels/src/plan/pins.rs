@@ -127,11 +127,14 @@ fn experts(machine: &Machine, table: &mut Table) {
     table.push(("router".into(), chosen::<RouterForm>(&router, machine)));
 }
 
-/// Attention of both models, of decoding rows and of prompts.
+/// Attention of both models and of other heads, of decoding rows and of prompts.
 fn attention(machine: &Machine, table: &mut Table) {
-    for (model, num_heads, head_dim, value_dim, latent) in
-        [("qwen3", 32, 128, 128, false), ("heads of 64", 16, 64, 64, false), ("deepseek", 16, 576, 512, true)]
-    {
+    for (model, num_heads, head_dim, value_dim, latent) in [
+        ("qwen3", 32, 128, 128, false),
+        ("heads of 64", 16, 64, 64, false),
+        ("heads of 256", 16, 256, 256, false),
+        ("deepseek", 16, 576, 512, true),
+    ] {
         for (step, one_row_each) in [("decode", true), ("prompts", false)] {
             let call = |rows| AttentionCall {
                 rows,
@@ -141,7 +144,7 @@ fn attention(machine: &Machine, table: &mut Table) {
                 value_dim,
                 latent,
                 sinks: !latent,
-                f32_norms: false,
+                gates: false,
                 dtype: DType::BF16,
                 block_size: Some(16),
                 aligned: true,
@@ -158,7 +161,7 @@ fn attention(machine: &Machine, table: &mut Table) {
         value_dim: 128,
         latent: false,
         sinks: false,
-        f32_norms: false,
+        gates: false,
         dtype: DType::BF16,
         block_size: Some(16),
         aligned: true,

@@ -19,6 +19,8 @@ struct Sequence<T, Q> {
     window: Option<usize>,
     /// A logit for each head.
     sinks: Option<Vec<f32>>,
+    /// Gates of all rows, and the number of values of a row.
+    gates: Option<(Vec<f32>, usize)>,
 }
 
 /// How the rows reach the op.
@@ -36,7 +38,7 @@ impl<T: Float, Q: Float> Sequence<T, Q> {
         let q = data::<Q>(len * hq * d, seed);
         let k = data(len * hkv * d, seed ^ 1);
         let v = data(len * hkv * d, seed ^ 2);
-        Self { len, hq, hkv, d, q, k, v, window, sinks: None }
+        Self { len, hq, hkv, d, q, k, v, window, sinks: None, gates: None }
     }
 
     /// With sinks from below to above the scores of the rows.
@@ -88,6 +90,10 @@ impl<T: Float, Q: Float> Sequence<T, Q> {
                 scale: Self::SCALE,
                 sliding_window: self.window,
                 sinks: self.sinks(),
+                gates: self
+                    .gates
+                    .as_ref()
+                    .map(|(gates, held)| view(&gates[start * held..end * held], &[rows, *held])),
             };
             let mut part = filled::<T>(&[rows, hq * d])?;
             let q = view(&self.q[start * hq * d..end * hq * d], &[rows, hq, d]);
@@ -204,6 +210,7 @@ fn long_contexts_split_and_keep_their_bits() -> Result<()> {
                         scale: Sequence::<bf16, f32>::SCALE,
                         sliding_window: window,
                         sinks: s.sinks(),
+                        gates: None,
                     };
                     let mut out = filled::<bf16>(&[1, 4 * 32])?;
                     let q = view(&s.q[row * 4 * 32..][..4 * 32], &[1, 4, 32]);
@@ -220,6 +227,39 @@ fn long_contexts_split_and_keep_their_bits() -> Result<()> {
 }
 
 /// Several sequences of different lengths in one call, with padding rows after them.
+/// The gates of a row are the last values of its row, and scale rounded results.
+#[test]
+fn gates_scale_results() -> Result<()> {
+    fn check<T: Float>() -> Result<()> {
+        let s = Sequence::<T, f32>::new(3, (4, 2), 18, None, 5);
+        let width = s.hq * s.d;
+        let held = width + 7;
+        let mut gates = data::<f32>(s.len * held, 6);
+        gates.iter_mut().for_each(|gate| *gate *= 9.0);
+        gates.chunks_mut(held).for_each(|row| row[..7].fill(f32::NAN));
+        for isa in isas() {
+            let schedule = Schedule { chunk: 2, block_size: 2, threads: 2 };
+            let plain = s.run(isa, schedule)?;
+            let gated = Sequence {
+                gates: Some((gates.clone(), held)),
+                ..Sequence::<T, f32>::new(3, (4, 2), 18, None, 5)
+            };
+            let got = gated.run(isa, schedule)?;
+            for (row, (plain, got)) in plain.chunks(width).zip(got.chunks(width)).enumerate() {
+                for (i, (plain, got)) in plain.iter().zip(got).enumerate() {
+                    let gate = gates[row * held + 7 + i] as f64;
+                    let want = plain.widen() as f64 / (1.0 + (-gate).exp());
+                    let off = (got.widen() as f64 - want).abs();
+                    assert!(off <= (rounding::<T>() + 1e-6) * want.abs(), "{isa:?}: {want} {}", got.widen());
+                }
+            }
+        }
+        Ok(())
+    }
+    check::<f32>()?;
+    check::<bf16>()
+}
+
 #[test]
 fn sequences_do_not_meet_and_padding_is_zero() -> Result<()> {
     let hq = 4;
@@ -259,6 +299,7 @@ fn sequences_do_not_meet_and_padding_is_zero() -> Result<()> {
         scale: Sequence::<f32, f32>::SCALE,
         sliding_window: None,
         sinks: None,
+        gates: None,
     };
     for isa in isas() {
         let mut out = filled::<f32>(&[t, hq * d])?;

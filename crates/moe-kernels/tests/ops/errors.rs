@@ -133,6 +133,7 @@ struct Cache {
     bounds: Vec<u32>,
     window: Option<usize>,
     sinks: Option<&'static [f32]>,
+    gates: Option<&'static [f32]>,
     heads: (usize, usize, usize),
 }
 
@@ -145,6 +146,7 @@ impl Cache {
             bounds: vec![0, 3, 3],
             window: None,
             sinks: None,
+            gates: None,
             heads: (4, 2, 6),
         }
     }
@@ -182,6 +184,7 @@ impl Cache {
             scale: 1.0,
             sliding_window: self.window,
             sinks: self.sinks.map(|sinks| view(sinks, &[sinks.len()])),
+            gates: self.gates.map(|gates| view(gates, &[3, gates.len() / 3])),
         };
         let ex = &mut Exec::cpu();
         paged_attention_into(q.view(), cache.view(), cache.view(), &meta, out.view_mut(), ex)
@@ -208,6 +211,10 @@ fn cache_ops_check_every_index_they_follow() {
     says(bad.attention(), &["ascends", "[0, 2, 1]"]);
     says(Cache { window: Some(0), ..Cache::good() }.attention(), &["sliding_window of at least 1"]);
     says(Cache { sinks: Some(&[0.0; 3]), ..Cache::good() }.attention(), &["sinks with dims [4]", "[3]"]);
+    says(
+        Cache { gates: Some(&[0.0; 69]), ..Cache::good() }.attention(),
+        &["gates with dims [3, 24]", "[3, 23]"],
+    );
     says(Cache { heads: (4, 3, 6), ..Cache::good() }.attention(), &["3 key heads do not divide 4"]);
     says(Cache { positions: vec![0, 1], ..Cache::good() }.attention(), &["positions with dims [3]", "[2]"]);
 }

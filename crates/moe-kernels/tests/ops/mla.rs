@@ -203,6 +203,7 @@ fn attend<K: Float>(
         scale: 0.4,
         sliding_window: None,
         sinks: None,
+        gates: None,
     };
     let mut out = filled::<K>(&[len, heads * value_dim])?;
     let keys = view(&keys, &[blocks, 1, size, k.1]);
@@ -339,6 +340,7 @@ fn prompts_agree_with_keys_and_values_of_every_head() -> Result<()> {
             scale: 0.3,
             sliding_window: None,
             sinks: None,
+            gates: None,
         },
         positions: 9,
     };

@@ -167,8 +167,11 @@ impl Heads {
         let hkv = self.hkv;
         let d = self.d;
         let half = self.d / 2;
-        let width = (hq + 2 * hkv) * d;
-        let qkv = data::<S>(t * width, self.seed);
+        // In some cases gates follow, which are not read here.
+        let gates = if self.seed.is_multiple_of(2) { hq } else { 0 };
+        let width = (hq + 2 * hkv + gates) * d;
+        let mut qkv = data::<S>(t * width, self.seed);
+        qkv.chunks_mut(width).for_each(|row| row[(hq + 2 * hkv) * d..].fill(S::narrow(f32::NAN)));
         let q_norm = data::<T>(d, 7);
         let k_norm = data::<T>(d, 8);
         let cos = data::<f32>(t * half, 9);

@@ -101,6 +101,8 @@ pub(crate) fn mla_expanded(op: &str, args: &MlaPrompt, mut out: ViewMut, ex: &mu
         partials: null_mut(),
         splits: 1,
         sinks: null(),
+        gates: null(),
+        gate_row: 0,
     };
     // SAFETY: keys and values of all positions have been made above, for the same sequences.
     cuda.check(op, unsafe {

@@ -122,14 +122,16 @@ pub(crate) fn sigmoid(cuda: &CudaExec, op: &str, mut x: ViewMut) -> Result<()> {
     cuda.check(op, unsafe { ffi::moe_any_sigmoid(x, n, stream) })
 }
 
-pub(crate) fn sigmoid_gate(cuda: &CudaExec, op: &str, gate: View, mut x: ViewMut) -> Result<()> {
-    let n = count(op, x.elem_count())?;
+pub(crate) fn sigmoid_gate(cuda: &CudaExec, op: &str, gates: View, mut x: ViewMut) -> Result<()> {
+    let rows = int(op, x.rows())?;
+    let width = int(op, x.dims()[1])?;
+    let gate_row = int(op, gates.dims()[1])?;
     let dtype = Dtype::of(op, x.dtype())?;
-    let gate = cuda.read(op, "gate", gate)?;
+    let gates = cuda.read(op, "gates", gates)?;
     let x = cuda.write(op, "x", &mut x)?;
     let stream = cuda.raw()?;
     // SAFETY: see above.
-    cuda.check(op, unsafe { ffi::moe_any_sigmoid_gate(gate, x, dtype, n, stream) })
+    cuda.check(op, unsafe { ffi::moe_any_sigmoid_gate(gates, x, dtype, rows, width, gate_row, stream) })
 }
 
 pub(crate) fn rms_norm(

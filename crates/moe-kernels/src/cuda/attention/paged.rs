@@ -5,6 +5,7 @@ use std::ptr::{null, null_mut};
 
 use candle_core::{DType, Result, bail};
 
+use super::gates::{gate_row, scale_by_gates};
 use crate::buffer::Scratch;
 use crate::cuda::args::{Dtype, In, Out, PagedAttentionArgs};
 use crate::cuda::fp8::Fp8Place;
@@ -24,6 +25,8 @@ pub(super) struct Inputs<'a> {
     pub k_cache: View<'a>,
     pub v_cache: View<'a>,
     pub meta: &'a AttentionMeta<'a>,
+    /// The first row of the sequences: rows before it are another launch's.
+    pub first: usize,
 }
 
 /// What a call launches.
@@ -44,7 +47,7 @@ pub(crate) fn paged_attention(
     out: ViewMut,
     ex: &Exec,
 ) -> Result<()> {
-    let inputs = Inputs { q, k_cache, v_cache, meta };
+    let inputs = Inputs { q, k_cache, v_cache, meta, first: 0 };
     attend(inputs, out.into(), PagedLaunch::Attention { blocks: 0 }, ex).map(drop)
 }
 
@@ -58,12 +61,12 @@ pub(crate) fn latent_values(
     (w_uv, values): (View, ViewMut),
     ex: &Exec,
 ) -> Result<bool> {
-    let inputs = Inputs { q, k_cache: cache, v_cache: cache, meta };
+    let inputs = Inputs { q, k_cache: cache, v_cache: cache, meta, first: 0 };
     attend(inputs, latents.into(), PagedLaunch::Product { w_uv, values }, ex)
 }
 
 /// Launches what is `asked`. Returns whether something was launched.
-pub(super) fn attend(inputs: Inputs, out: RowsViewMut, asked: PagedLaunch, ex: &Exec) -> Result<bool> {
+pub(super) fn attend(inputs: Inputs, mut out: RowsViewMut, asked: PagedLaunch, ex: &Exec) -> Result<bool> {
     let cuda = ex.cuda(OP)?;
     let rows = inputs.q.rows();
     let heads = inputs.q.dims()[1];
@@ -95,8 +98,17 @@ pub(super) fn attend(inputs: Inputs, out: RowsViewMut, asked: PagedLaunch, ex: &
             (Some((cuda.read(OP, "w_uv", w_uv)?, cuda.write(OP, "values", &mut values)?)), 0)
         }
     };
-    let args = inputs.arguments(form, (to, value_dim), (splits, partials.as_mut()), ex)?;
+    let holds_gates = form.is_some_and(|form| form.holds_gates(&call));
+    let held = inputs.meta.gates.filter(|_| holds_gates);
+    let mut args = inputs.arguments(form, (to, value_dim), (splits, partials.as_mut()), ex)?;
+    args.gates = cuda.read_or_null(OP, "gates", held)?;
+    args.gate_row = gate_row(OP, held)?;
     Launch { form, args, blocks, product, fp8 }.run(cuda)?;
+    if let Some(gates) = inputs.meta.gates
+        && !holds_gates
+    {
+        scale_by_gates(OP, gates, out, inputs.first, ex)?;
+    }
     Ok(true)
 }
 
@@ -115,7 +127,7 @@ fn holds_product(w_uv: View, rows: usize, latent: usize, splits: i32, ex: &Exec)
 impl Inputs<'_> {
     /// What the choice of the kernel depends on.
     fn call(&self, value_dim: usize, out_aligned: bool, cuda: &CudaExec) -> Result<AttentionCall> {
-        let Self { q, k_cache, v_cache, meta } = *self;
+        let Self { q, k_cache, v_cache, meta, .. } = *self;
         let keys: *const c_void = cuda.read(OP, "k_cache", k_cache)?;
         let one_cache = keys == cuda.read(OP, "v_cache", v_cache)?;
         let rows = q.rows();
@@ -132,10 +144,12 @@ impl Inputs<'_> {
             value_dim: if v_cache.dims()[3] == value_dim || one_cache { value_dim } else { 0 },
             latent,
             sinks: meta.sinks.is_some(),
-            f32_norms: false,
+            gates: meta.gates.is_some(),
             dtype: k_cache.dtype(),
             block_size: Some(k_cache.dims()[2]),
-            aligned: aligned(&[q, k_cache, v_cache]) && out_aligned,
+            aligned: aligned(&[q, k_cache, v_cache])
+                && meta.gates.is_none_or(|g| aligned(&[g]))
+                && out_aligned,
         })
     }
 
@@ -167,7 +181,7 @@ impl Inputs<'_> {
         ex: &Exec,
     ) -> Result<PagedAttentionArgs> {
         let cuda = ex.cuda(OP)?;
-        let Self { q, k_cache, v_cache, meta } = *self;
+        let Self { q, k_cache, v_cache, meta, .. } = *self;
         let tables = meta.block_tables.dims();
         let cache = k_cache.dims();
         Ok(PagedAttentionArgs {
@@ -201,6 +215,8 @@ impl Inputs<'_> {
             partials: cuda.write_or_null(OP, "partials", partials.map(|p| p.view_mut()).as_mut())?,
             splits,
             sinks: cuda.read_or_null(OP, "sinks", meta.sinks)?,
+            gates: null(),
+            gate_row: 0,
         })
     }
 }
