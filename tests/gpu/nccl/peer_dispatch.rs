@@ -4,7 +4,7 @@
 use candle_core::{DType, Result};
 use moe_comm::{Communicator, FusedCollective, run_ranks};
 use moe_kernels::cuda::Graph;
-use moe_kernels::{Buffer, Exec, NO_EXPERT, ViewMut, fill_into};
+use moe_kernels::{Buffer, Exec, NO_EXPERT, ViewMut, copy_rows_into, fill_into};
 
 use super::peers::peers_of;
 use super::rounds::bits;
@@ -92,6 +92,8 @@ impl Case {
         let mut owners = ex.zeros(DType::U32, &[EXPERTS])?;
         ex.copy_from_host(words(self.owners.clone(), &[EXPERTS]).view(), owners.view_mut())?;
         let mut all_rows = ex.zeros(self.dtype, &[total, self.hidden])?;
+        let mut poison = ex.zeros(DType::F32, &[total, self.hidden])?;
+        fill_into(POISON, poison.view_mut(), ex)?;
         let mut all_ids = ex.zeros(DType::U32, &[total, self.top_k])?;
         let mut all_weights = ex.zeros(DType::F32, &[total, self.top_k])?;
         let fill = |tokens: &Tokens, [rows, ids, weights]: [ViewMut; 3], ex: &Exec| {
@@ -103,7 +105,7 @@ impl Case {
         let [first, second] = &self.tokens;
         fill(first, [rows.view_mut(), ids.view_mut(), weights.view_mut()], ex)?;
         let mut send = |rows: &Buffer, ids: &Buffer, weights: &Buffer, ex: &mut Exec| {
-            fill_into(POISON, all_rows.view_mut(), ex)?;
+            copy_rows_into(poison.view(), all_rows.view_mut(), ex)?;
             let dispatch = FusedCollective::Dispatch {
                 rows: (rows.view(), all_rows.view_mut()),
                 ids: (ids.view(), all_ids.view_mut()),

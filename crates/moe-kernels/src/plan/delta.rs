@@ -39,7 +39,8 @@ pub struct DeltaCall {
 #[non_exhaustive]
 pub enum DeltaForm {
     /// Sequences with at least 64 rows in the step in chunks of 64 rows on tensor cores, the others row after row
-    /// (`gated_delta_chunks`). A row's bits are not the same in both.
+    /// (`gated_delta_chunks`). A row's bits are not the same in both. No plan chooses it, because its kernels gave wrong
+    /// results on an H200.
     Chunks,
     /// Row after row, on CUDA or on the CPU.
     Rows,
@@ -62,17 +63,24 @@ impl Form for DeltaForm {
             return Ok(());
         }
         machine.expect_gpu()?;
-        machine.expect_batch_variant()?;
-        // Keys are rounded to bf16.
-        expect_bf16(call.dtype)?;
-        let DeltaHeads { key_dim, value_dim, .. } = call.heads;
-        if !KEY_DIMS.contains(&key_dim) {
-            return Err(Reason::OneOf { dimension: "key_dim", accepted: KEY_DIMS, got: key_dim });
-        }
-        expect_steps("value_dim", value_dim, COLUMNS)?;
-        expect_rows(CHUNK.., call.prompt_rows)?;
-        if call.aligned { Ok(()) } else { Err(Reason::Alignment) }
+        chunks_fit(call, machine)?;
+        // On an H200 the kernels gave other results than rows (the ignored tests of tests/gpu).
+        Err(Reason::Part { part: "chunks, whose kernels are not right yet" })
     }
+}
+
+/// Whether the kernels of chunks are made for a step, or the reason why not.
+fn chunks_fit(call: &DeltaCall, machine: &Machine) -> Result<(), Reason> {
+    machine.expect_batch_variant()?;
+    // Keys are rounded to bf16.
+    expect_bf16(call.dtype)?;
+    let DeltaHeads { key_dim, value_dim, .. } = call.heads;
+    if !KEY_DIMS.contains(&key_dim) {
+        return Err(Reason::OneOf { dimension: "key_dim", accepted: KEY_DIMS, got: key_dim });
+    }
+    expect_steps("value_dim", value_dim, COLUMNS)?;
+    expect_rows(CHUNK.., call.prompt_rows)?;
+    if call.aligned { Ok(()) } else { Err(Reason::Alignment) }
 }
 
 impl DeltaCall {
@@ -105,17 +113,18 @@ mod tests {
     };
 
     #[test]
-    fn long_prompts_of_models_in_bf16_are_computed_in_chunks() {
+    fn chunks_are_made_for_long_prompts_of_models_in_bf16_and_chosen_by_no_plan() {
         let form = |call: DeltaCall, machine: &Machine| DeltaForm::choose(&call, machine);
+        let fit = |call: DeltaCall, machine: &Machine| chunks_fit(&call, machine).is_ok();
         let hopper = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
         let later = Gpu::new((12, 0), 101_376, 170).unwrap();
         for gpu in [Gpu::HOPPER, Gpu::ampere(), later] {
             let machine = Machine { gpu: Some(gpu), ..Machine::default() };
-            assert_eq!(form(CALL, &machine), Some(DeltaForm::Chunks));
-        }
-        for machine in [Machine { batch_invariant: true, ..hopper }, Machine::default()] {
+            assert!(fit(CALL, &machine));
             assert_eq!(form(CALL, &machine), Some(DeltaForm::Rows));
         }
+        assert!(!fit(CALL, &Machine { batch_invariant: true, ..hopper }));
+        assert_eq!(form(CALL, &Machine::default()), Some(DeltaForm::Rows));
         for other in [
             DeltaCall { prompt_rows: 63, ..CALL },
             DeltaCall { dtype: DType::F32, ..CALL },
@@ -124,7 +133,7 @@ mod tests {
             DeltaCall { heads: DeltaHeads { value_dim: 48, ..CALL.heads }, ..CALL },
             DeltaCall { aligned: false, ..CALL },
         ] {
-            assert_eq!(form(other, &hopper), Some(DeltaForm::Rows), "{other:?}");
+            assert!(!fit(other, &hopper), "{other:?}");
         }
     }
 
