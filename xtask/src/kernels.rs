@@ -34,6 +34,14 @@ const ALLOWED_SPILLS: &[(&str, &str)] = &[
         "experts_tensor<16, experts_tensor::DigitWeights<",
         "some words, most of the warps that load and none in a loop over stages, so that three blocks share an SM",
     ),
+    (
+        "experts_tensor<32, experts_tensor::DigitWeights<(QuantFormat)0, 32, BiasedSwiglu>",
+        "up to nine words, so that two blocks share an SM",
+    ),
+    (
+        "experts_tensor<32, experts_tensor::DigitWeights<(QuantFormat)1, 32, BiasedSwiglu>",
+        "the same with int8",
+    ),
     ("fp8_product<fp8::StoreSlotRows", "two words of the warp that loads, once a work tile"),
     (
         "fp8_product<fp8::StoreActivations",
