@@ -39,8 +39,8 @@ pub struct DeltaCall {
 #[non_exhaustive]
 pub enum DeltaForm {
     /// Sequences with at least 64 rows in the step in chunks of 64 rows on tensor cores, the others row after row
-    /// (`gated_delta_chunks`). A row's bits are not the same in both. No plan chooses it, because its kernels gave wrong
-    /// results on an H200.
+    /// (`gated_delta_chunks`). A row's bits are not the same in both. No plan chooses it, because its kernels gave
+    /// wrong results on an H200.
     Chunks,
     /// Row after row, on CUDA or on the CPU.
     Rows,
