@@ -135,7 +135,8 @@ fn columns_are_checked_before_the_run() {
     assert_eq!(got[1], json!({"custom_id": "b", "url": "/v1/chat/completions", "body": {}}));
 }
 
-/// A damaged file is an error, whatever is damaged: no panic, and no end without a word.
+/// A damaged file gives an error, whatever part of it is damaged. The program never panics and never ends without a
+/// message.
 #[test]
 fn damaged_files_are_errors() {
     let dir = tempfile::tempdir().unwrap();
