@@ -64,12 +64,12 @@ fn build() -> Result<(), String> {
 }
 
 fn library_folders(home: Option<&Path>) -> Vec<PathBuf> {
-    let beside_nvcc = || {
+    let of_nvcc = || {
         let path = env::var_os("PATH").unwrap_or_default();
         let nvcc = env::split_paths(&path).map(|dir| dir.join("nvcc")).find(|nvcc| nvcc.is_file())?;
         Some(nvcc.canonicalize().ok()?.parent()?.parent()?.to_path_buf())
     };
-    let home = home.map(Path::to_path_buf).or_else(beside_nvcc);
+    let home = home.map(Path::to_path_buf).or_else(of_nvcc);
     let toolkit =
         home.iter().flat_map(|home| ["lib64", "lib", "targets/x86_64-linux/lib"].map(|l| home.join(l)));
     let path = env::var_os("LIBRARY_PATH").unwrap_or_default();

@@ -52,7 +52,7 @@ class Step:
         self.flops = 4 * D * HQ * sum(n * s + n * (n + 1) // 2 for s, n in prompts)
 
     def decode(self, layer, splits, work, beside=0):
-        call("moe_attention_decode_beside", self.qkv, *self.gains, 1e-6, *self.angles, None, self.slots, self.positions, self.table, self.max_blocks, *self.kv[layer],
+        call("moe_attention_decode_overlapped", self.qkv, *self.gains, 1e-6, *self.angles, None, self.slots, self.positions, self.table, self.max_blocks, *self.kv[layer],
              self.out, work, self.decoding, HQ, HKV, D, BLOCK, D**-0.5, 0, splits, self.blocks * BLOCK, beside)
 
     def rope(self, layer):
@@ -61,7 +61,7 @@ class Step:
              *self.kv[layer], BF16, F32, BF16, self.rows - self.decoding, HQ, HKV, D, BLOCK, self.blocks * BLOCK)
 
     def prompt(self, layer, blocks=0):
-        call("moe_attention_prefill_wgmma_beside", self.q, *self.kv[layer], self.starts, self.positions, self.tables, self.out, BF16, BF16,
+        call("moe_attention_prefill_wgmma_on_blocks", self.q, *self.kv[layer], self.starts, self.positions, self.tables, self.out, BF16, BF16,
              self.rows, self.prompts, self.max_blocks, HQ, HKV, D, D, D, self.blocks, BLOCK, D**-0.5, 0, 0, self.counters, None, 1, blocks)
 
 

@@ -271,11 +271,11 @@ fn attention_agrees_on_decoding_prefill_and_nothing() {
 }
 
 #[test]
-fn attention_agrees_where_prompts_run_beside_many_decoding_rows() {
+fn attention_agrees_where_prompts_overlap_many_decoding_rows() {
     let mut rng = Rng::new();
     let machine = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
     let uneven: Vec<Sequence> = (0..150).map(|i| (i * 371 % 1400, 1)).collect();
-    for (prompts, padding, beside) in [
+    for (prompts, padding, overlapped) in [
         (vec![], 5, false),
         (vec![(0, 130), (40, 3), (0, 1)], 3, true),
         (vec![(0, 3)], 0, true),
@@ -287,7 +287,7 @@ fn attention_agrees_where_prompts_run_beside_many_decoding_rows() {
             let case = Case { gates: head_dim == 256, padding, ..case };
             assert_eq!(
                 case.form(&machine) == Some(MixedForm::Overlapped),
-                beside,
+                overlapped,
                 "{:?} {heads:?}",
                 case.step_rows()
             );

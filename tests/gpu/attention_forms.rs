@@ -263,8 +263,8 @@ fn check_parts_of_a_prompt(rng: &mut Rng, heads: (usize, usize), head_dim: usize
             }
         }
         same("chunks of a prompt", &parts, &whole);
-        let beside = run(0, &[(0, 0, 300), (1, 0, count)], &exact);
-        same("a prompt after another", &beside[300 * heads.0 * head_dim..], &whole);
+        let second = run(0, &[(0, 0, 300), (1, 0, count)], &exact);
+        same("a prompt after another", &second[300 * heads.0 * head_dim..], &whole);
         same("a prompt without batch invariance", &run(300, &[(1, 0, count)], &cuda()), &whole);
     }
 }
@@ -272,7 +272,7 @@ fn check_parts_of_a_prompt(rng: &mut Rng, heads: (usize, usize), head_dim: usize
 /// Decoding rows that run at the same time as prompts have the bits of running one after the other, in every
 /// repetition.
 #[test]
-fn decoding_rows_beside_prompts_are_those_of_one_after_the_other() {
+fn decoding_rows_with_prompts_are_those_of_one_after_the_other() {
     let mut rng = Rng::new();
     let machine = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
     for round in 0..if tiny() { 1 } else { 8 } {
@@ -284,8 +284,8 @@ fn decoding_rows_beside_prompts_are_those_of_one_after_the_other() {
             sequences.push((rng.below(300), 2 + rng.below(100)));
         }
         let case = Case { padding: 3, ..case(heads, head_dim, 16, &sequences) };
-        let is_beside = case.form(&machine) == Some(MixedForm::Overlapped);
-        assert!(is_beside || tiny(), "{:?}", case.step_rows());
+        let overlaps = case.form(&machine) == Some(MixedForm::Overlapped);
+        assert!(overlaps || tiny(), "{:?}", case.step_rows());
         let data = case.data(&mut rng, DType::BF16, DType::F32);
         let mut p = Place::new(cuda());
         let placed = data.placed(&p);

@@ -89,8 +89,8 @@ fn rows_of_products_agree() {
         for (t, heads, [l, n, r, _]) in small(SIZES, 1000, |size| size.0 * size.1 * size.2[0]) {
             let apart = rng.below(2) == 1;
             let what = format!("{t} rows, {heads} heads, {l} {n} {r}, {}, apart: {apart}", model.as_str());
-            let behind = if apart { 0 } else { l + r };
-            let products = rng.floats(DType::F32, &[t, heads * (n + r) + behind]);
+            let latent_columns = if apart { 0 } else { l + r };
+            let products = rng.floats(DType::F32, &[t, heads * (n + r) + latent_columns]);
             let latents = apart.then(|| rng.floats(DType::F32, &[t, l + r]));
             let norm = rng.floats(model, &[l]);
             let w_uk = rng.floats(model, &[heads, l, n]);

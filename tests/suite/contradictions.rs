@@ -120,10 +120,10 @@ fn so_is_a_quantised_projection() {
 /// leave in files.
 fn with_extras(tensors: &mut Tensors, layers: usize) {
     let last = format!("model.layers.{}.", layers - 1);
-    let behind = format!("model.layers.{layers}.");
+    let after = format!("model.layers.{layers}.");
     let of_last: Vec<_> = tensors.iter().filter(|(name, _)| name.starts_with(&last)).collect();
     let copies: Tensors =
-        of_last.into_iter().map(|(name, tensor)| (name.replace(&last, &behind), tensor.clone())).collect();
+        of_last.into_iter().map(|(name, tensor)| (name.replace(&last, &after), tensor.clone())).collect();
     tensors.extend(copies);
     let ones = |n: usize| Tensor::ones(n, DType::F32, &Device::Cpu).unwrap();
     for layer in 0..layers {

@@ -35,7 +35,7 @@ const EXCEPTIONS: [(&str, &[&str], &str); 3] = [
         "per_head",
         &LATENT,
         "below 16 rows it streams the matrices of the heads past all rows, which is faster than cuBLAS; to 4 rows the launches \
-         beside it compute heads of 128",
+         next to it compute heads of 128",
     ),
     (
         "mla_rows",
@@ -185,10 +185,10 @@ impl Requested<'_> {
                 block_size: None,
                 aligned: true,
             });
-            for (head_dim, beside) in
+            for (head_dim, overlapped) in
                 [(qk_nope_head_dim, Some("latent_query")), (v_head_dim, decodes.then_some("latent_merge"))]
             {
-                let call = PerHeadCall { rows, head_dim, latent: kv_lora_rank, beside, dtype: DType::BF16 };
+                let call = PerHeadCall { rows, head_dim, latent: kv_lora_rank, neighbour: overlapped, dtype: DType::BF16 };
                 self.choose::<PerHeadForm>(&call);
             }
         }

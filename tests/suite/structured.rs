@@ -142,7 +142,7 @@ fn an_end_is_taken_only_where_the_text_may_end() {
 }
 
 #[test]
-fn other_parameters_work_beside_it() {
+fn other_parameters_work_next_to_it() {
     let model = load("text", DType::F32).unwrap();
     let id = |text: &str| tokenizer().token_to_id(text).unwrap();
     let of = |change: &dyn Fn(&mut Request)| {

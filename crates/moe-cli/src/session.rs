@@ -52,7 +52,7 @@ fn loading(run: &Run, weights: &Weights) -> Result<Option<Watch>> {
 fn explain(session: &Session, file: Option<&Path>) -> Result<()> {
     let plans = Explanation::of(session.model.as_ref(), &session.ex.machine());
     if let Some(file) = file {
-        return write_json(Some(file), &plans.beside(&session.backend)?);
+        return write_json(Some(file), &plans.with_backend(&session.backend)?);
     }
     let text = |value: &Value| value.as_str().unwrap_or_default().to_string();
     note(format_args!("expert backend: {}", text(&session.backend["chosen"])));

@@ -62,7 +62,7 @@ pub struct Explanation {
 
 impl Explanation {
     /// The plans as JSON, together with the choice of an expert backend that was made when the model was loaded.
-    pub fn beside(&self, backend: &serde_json::Value) -> serde_json::Result<serde_json::Value> {
+    pub fn with_backend(&self, backend: &serde_json::Value) -> serde_json::Result<serde_json::Value> {
         let mut all = backend.clone();
         if let Some(object) = all.as_object_mut() {
             object.insert("plans".to_string(), serde_json::to_value(&self.plans)?);

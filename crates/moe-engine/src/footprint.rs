@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cache_has_room_beside_the_weights() {
+    fn a_cache_has_room_next_to_the_weights() {
         let kv = KvLayout { num_kv_heads: 4, head_dim: 128, value_dim: Some(128), dtype: DType::BF16 };
         let states = kv.layers(48);
         let sizes = StepSizes { max_context_len: 40_960, vocab_size: 151_936, hidden_size: 2048 };

@@ -315,7 +315,7 @@ fn a_refused_choice_lists_what_would_fit() {
 }
 
 #[test]
-fn what_fits_beside_the_choice_is_rejected_with_a_reason() {
+fn what_fits_besides_the_choice_is_rejected_with_a_reason() {
     use Backend::{Cpu, CpuBatched};
     let both = [(Cpu, Ok(())), (CpuBatched, Ok(()))];
     let rejection = |asked| decide(&both, asked).map(|(chosen, r)| (chosen, r[0].to_string())).unwrap();

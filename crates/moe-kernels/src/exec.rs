@@ -5,7 +5,7 @@
 //! different instruction sets differ within a stated bound.
 
 mod awake;
-mod beside;
+mod side_stream;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod isa;

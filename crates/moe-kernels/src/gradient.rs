@@ -209,7 +209,7 @@ mod tests {
             out.into_tensor()
         })?;
         assert!(backward(&outer).is_err());
-        assert_eq!(backward(&call([&constant, &constant])?), Ok(()), "a call leaves nothing behind");
+        assert_eq!(backward(&call([&constant, &constant])?), Ok(()), "a call leaves nothing");
         Ok(())
     }
 

@@ -107,8 +107,8 @@ impl SharedExperts {
     /// The kernels of [`add_to`](Self::add_to) for `rows` rows, in their order: first the kernels of the `routed`
     /// experts, then the kernels of the shared experts.
     pub(crate) fn stages(&self, rows: usize, routed: Vec<Stage>, machine: &Machine) -> Vec<Stage> {
-        let beside = self.fits_beside(rows, machine);
-        let mut own = match (&beside, &self.gate) {
+        let second_stream = self.fits_second_stream(rows, machine);
+        let mut own = match (&second_stream, &self.gate) {
             // A context of the second stream does not quantise activations.
             (Ok(()), _) => {
                 let machine = Machine { fp8_activations: Fp8Activations::Off, ..*machine };
@@ -124,16 +124,16 @@ impl SharedExperts {
                 stages
             }
         };
-        let place = if beside.is_ok() { "shared experts, second stream" } else { "shared experts" };
+        let place = if second_stream.is_ok() { "shared experts, second stream" } else { "shared experts" };
         own.iter_mut().for_each(|stage| stage.note = Some(place.to_string()));
-        let is_beside = beside.is_ok();
+        let overlaps = second_stream.is_ok();
         if let Some(first) = own.first_mut().filter(|_| machine.gpu.is_some()) {
             let slots = self.apart.clone().map(|reason| ("slots of the routed experts", reason));
-            let tried = slots.into_iter().chain(beside.err().map(|reason| ("second stream", reason)));
+            let tried = slots.into_iter().chain(second_stream.err().map(|reason| ("second stream", reason)));
             let rejected = tried.map(|(form, reason)| Rejected { kernel: form.to_string(), reason });
             first.rejected.splice(0..0, rejected);
         }
-        if !is_beside {
+        if !overlaps {
             return [routed, own].concat();
         }
         own.extend(routed);
@@ -163,7 +163,7 @@ impl SharedExperts {
     }
 
     /// Whether they run on a second stream in a step of `rows` rows, or the reason why not.
-    fn fits_beside(&self, rows: usize, machine: &Machine) -> std::result::Result<(), Reason> {
+    fn fits_second_stream(&self, rows: usize, machine: &Machine) -> std::result::Result<(), Reason> {
         use SharedExpertsStream::{Auto, Off, On};
         Target::Gpu.expect(machine.gpu.as_ref())?;
         match self.stream {
@@ -200,14 +200,14 @@ impl SharedExperts {
         ex: &mut Exec,
         routed: impl FnOnce(ViewMut<'_>, &mut Exec) -> Result<()>,
     ) -> Result<()> {
-        if self.fits_beside(x.rows(), &ex.machine()).is_err() {
+        if self.fits_second_stream(x.rows(), &ex.machine()).is_err() {
             routed(out.reborrow(), ex)?;
             return trace_span!("shared_experts").in_scope(|| self.add_into(x, out, ex));
         }
         // These rows belong to the workspace of this stream and are borrowed until the sum has read them.
         let mut rows = ex.scratch(DType::F32, x.dims())?;
         let mut scales = self.gate.as_ref().map(|_| ex.scratch(DType::F32, &[x.rows(), 1])).transpose()?;
-        ex.beside(
+        ex.overlap(
             |ex| {
                 self.mlp.part_into(x, rows.view_mut(), ex)?;
                 scales.as_mut().map_or(Ok(()), |scales| self.scales_into(x, scales.view_mut(), ex))

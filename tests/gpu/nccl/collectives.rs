@@ -64,7 +64,7 @@ fn views_of_host_memory_take_part() {
 /// Groups split from the world, with their ranks in reverse order, are used in turn with the world and with a group
 /// split from a group.
 #[test]
-fn groups_work_beside_the_world() {
+fn groups_work_next_to_the_world() {
     let mut rng = Rng::new();
     for n in worlds() {
         let seeds = seeds(&mut rng, 48);

@@ -203,12 +203,12 @@ fn each_layer<T: Send>(
     thread::scope(|scope| {
         let run = &run;
         let part = &part;
-        let behind =
+        let spawned =
             (1..threads).map(|thread| thread::Builder::new().spawn_scoped(scope, move || run(part(thread))));
-        let behind = behind.collect::<std::io::Result<Vec<_>>>()?;
+        let spawned = spawned.collect::<std::io::Result<Vec<_>>>()?;
         let mut parts = vec![run(part(0))];
         parts.extend(
-            behind
+            spawned
                 .into_iter()
                 .map(|thread| thread.join().unwrap_or_else(|payload| panic::resume_unwind(payload))),
         );

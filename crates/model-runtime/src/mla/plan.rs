@@ -94,22 +94,22 @@ impl MlaAttention {
             AttentionForm::choose(&call, machine),
             Some(AttentionForm::LatentDecode | AttentionForm::Latent)
         );
-        let behind = (one_row_each && splits).then_some("latent_merge");
-        let product = |computes, head_dim, beside| {
-            let call = PerHeadCall { rows, head_dim, latent: self.config.kv_lora_rank, beside, dtype };
+        let after = (one_row_each && splits).then_some("latent_merge");
+        let product = |computes, head_dim, neighbour| {
+            let call = PerHeadCall { rows, head_dim, latent: self.config.kv_lora_rank, neighbour, dtype };
             PerHeadForm::stage(computes, &call, machine)
         };
         let queries = product(&["queries to latents"], self.config.qk_nope_head_dim, before);
-        let values = product(&["latents to values"], self.config.v_head_dim, behind);
-        let is_beside = |stage: &Stage| stage.kernel == PerHeadForm::Overlapped.name();
-        let mut stages = match is_beside(&queries) {
+        let values = product(&["latents to values"], self.config.v_head_dim, after);
+        let is_overlapped = |stage: &Stage| stage.kernel == PerHeadForm::Overlapped.name();
+        let mut stages = match is_overlapped(&queries) {
             true => vec![Stage::new(
                 &["latent norm", "rope", "kv write", "queries to latents"],
                 QUERY_WITH_PRODUCT,
             )],
             false => vec![self.rows_stage(), queries],
         };
-        if is_beside(&values) {
+        if is_overlapped(&values) {
             attention.computes = &["attention", "latents to values"];
             stages.push(attention);
         } else {

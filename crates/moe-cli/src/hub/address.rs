@@ -29,8 +29,8 @@ pub fn name_in(text: &str, endpoint: &str) -> Result<Option<String>, String> {
 
 /// Returns the part of the address after the host.
 fn path_of<'t>(text: &'t str, endpoint: &str) -> Result<Option<&'t str>, String> {
-    let behind = |start: &str| text.strip_prefix(start).filter(|rest| rest.starts_with('/'));
-    if let Some(path) = behind(endpoint) {
+    let rest_after = |start: &str| text.strip_prefix(start).filter(|rest| rest.starts_with('/'));
+    if let Some(path) = rest_after(endpoint) {
         return Ok(Some(path));
     }
     let address = text.strip_prefix("https://").or_else(|| text.strip_prefix("http://"));

@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_gpu_takes_few_prompts_beside_many_decoding_rows() {
+    fn a_gpu_takes_few_prompts_next_to_many_decoding_rows() {
         assert_eq!(MixedLimit::gpu(256), MixedLimit { decode_rows: 128, prompt_rows: 1024 });
         assert_eq!(MixedLimit::gpu(512), MixedLimit { decode_rows: 256, prompt_rows: 2048 });
         assert_eq!(MixedLimit::gpu(64).decode_rows, 128);

@@ -160,7 +160,7 @@ fn rows(scheduler: &mut Scheduler) -> Result<Vec<usize>> {
 }
 
 #[test]
-fn prompts_beside_decoding_rows_have_a_limit_of_their_own() -> Result<()> {
+fn prompts_next_to_decoding_rows_have_a_limit_of_their_own() -> Result<()> {
     let mut scheduler = limited(4)?;
     [(0, 20), (1, 3), (2, 2), (3, 2), (4, 7), (5, 6)]
         .into_iter()

@@ -171,8 +171,8 @@ impl Sequence {
     /// Its part of a step, with at least one new row.
     pub fn step(&self, rows: usize) -> SequenceStep<'_> {
         let end = self.computed + rows;
-        let behind = self.computed + 1..(end + 1).min(self.prompt_len());
-        let scored = self.request.prompt.get(behind).filter(|_| self.wants_prompt_logprobs());
+        let targets = self.computed + 1..(end + 1).min(self.prompt_len());
+        let scored = self.request.prompt.get(targets).filter(|_| self.wants_prompt_logprobs());
         SequenceStep {
             token_ids: &self.tokens[self.computed..end],
             start: self.computed,

@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_step_says_beside_its_rows_is_checked() {
+    fn what_a_step_says_besides_its_rows_is_checked() {
         let step = Step::new([], 4).unwrap();
         let kv = cache();
         let message = |alter: &dyn Fn(&mut StepMessage)| {

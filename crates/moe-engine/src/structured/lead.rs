@@ -85,7 +85,7 @@ impl Lead {
         let tag = self.open.as_bytes();
         let rest = seen.trim_ascii_start();
         match rest.strip_prefix(tag) {
-            Some(behind) => Opening::Whole(behind),
+            Some(after) => Opening::Whole(after),
             None if tag.starts_with(rest) && seen.len() - rest.len() <= BLANKS => Opening::Partial,
             None => Opening::None,
         }

@@ -47,7 +47,7 @@ fn follow_form(form: &str, functions: Vec<Function>, parallel: bool, text: &str)
 fn calls_follow_the_schemas_of_their_functions() {
     let f = "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"x\": 12}}\n</tool_call>";
     let g = "<tool_call>\n{\"name\": \"say \\\"hi\\\"\", \"arguments\": {\"a\": [1]}}\n</tool_call>";
-    assert_eq!(follow(false, f), (f.len(), true, false), "one call, and nothing behind it");
+    assert_eq!(follow(false, f), (f.len(), true, false), "one call, and nothing after it it");
     assert_eq!(follow(true, f), (f.len(), false, true));
     let both = format!("{g}\n{f}");
     assert_eq!(follow(true, &both), (both.len(), false, true));

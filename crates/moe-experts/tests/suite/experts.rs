@@ -202,7 +202,7 @@ fn kernel_bytes(p: &Problem) -> Result<usize> {
 }
 
 #[test]
-fn the_reservation_is_what_a_call_takes_beside_its_kernels() -> Result<()> {
+fn the_reservation_is_what_a_call_takes_besides_its_kernels() -> Result<()> {
     // Every expert gets three of the twelve slots, so that no reserved row stays unused.
     let ids = (0..12).map(|slot| slot % 4).collect();
     let p = example(DType::BF16);

@@ -171,7 +171,7 @@ extern "C" int moe_qk_norm_rope_cache(const moe::QkNormRopeArgs* args, void* str
 extern "C" int moe_any_qk_norm_rope_cache(const moe::QkNormRopeArgs* args, void* stream);
 extern "C" int moe_attention_prefill(const moe::PagedAttentionArgs* args, void* stream);
 extern "C" int moe_attention_prefill_wgmma(const moe::PagedAttentionArgs* args, void* stream);
-extern "C" int moe_attention_prefill_wgmma_beside(const moe::PagedAttentionArgs* args, int blocks, void* stream);
+extern "C" int moe_attention_prefill_wgmma_on_blocks(const moe::PagedAttentionArgs* args, int blocks, void* stream);
 extern "C" int moe_attention_prefill_wgmma_fp8(const moe::PagedAttentionArgs* args, int blocks, float* scales,
                                                int lines, int quads, void* stream);
 extern "C" int moe_any_attention(const moe::PagedAttentionArgs* args, void* stream);
@@ -190,6 +190,6 @@ extern "C" int moe_any_mla_query(const moe::MlaQueryArgs* args, void* stream);
 extern "C" int moe_any_mla_rows(const moe::MlaRowsArgs* args, void* stream);
 extern "C" int moe_any_per_head(const moe::PerHeadArgs* args, void* stream);
 extern "C" int moe_attention_decode(const moe::AttentionDecodeArgs* args, void* stream);
-extern "C" int moe_attention_decode_beside(const moe::AttentionDecodeArgs* args, int beside, void* stream);
-extern "C" int moe_attention_decode_fp8(const moe::AttentionDecodeArgs* args, int beside, float* scales, int lines,
+extern "C" int moe_attention_decode_overlapped(const moe::AttentionDecodeArgs* args, int overlapped, void* stream);
+extern "C" int moe_attention_decode_fp8(const moe::AttentionDecodeArgs* args, int overlapped, float* scales, int lines,
                                         int quads, void* stream);

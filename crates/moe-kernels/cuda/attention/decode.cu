@@ -54,10 +54,10 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, const KvMaps& maps, 
   Ring ring(s.ring(warp), s.full(warp), maps, span);
   if (!range.padding) ring.start();
   const Constants<D> constants(a, p.row);
-  // If this kernel runs at the same time as the kernel before it (`beside`), there is nothing to wait for. That kernel
+  // If this kernel runs at the same time as the kernel before it (`overlapped`), there is nothing to wait for. That kernel
   // lets this one begin after its own wait, so everything before both has ended, and what it wrote (qkv) is read from
   // L2.
-  if (!a.beside) pdl_wait();
+  if (!a.overlapped) pdl_wait();
   if (range.padding) {
     zero_out<D, kFp8>(a, p);
     return;
@@ -100,9 +100,9 @@ __device__ __forceinline__ void decode(const DecodeArgs& a, const KvMaps& maps) 
   extern __shared__ __align__(1024) uint8_t smem[];
   pdl_launch_dependents();
   attend<D, Ring, kFp8>(a, maps, Shared<D>(smem));
-  // With `beside`, one block waits for the kernel before at last, so that the end of this kernel still implies its end.
+  // With `overlapped`, one block waits for the kernel before at last, so that the end of this kernel still implies its end.
   const bool last = blockIdx.x == 0 && blockIdx.y + 1 == gridDim.y && blockIdx.z + 1 == gridDim.z;
-  if (a.beside && last) pdl_wait();
+  if (a.overlapped && last) pdl_wait();
 }
 
 /// The number of blocks for which an SM has registers. With heads of 256 it has shared memory for two.
@@ -143,7 +143,7 @@ bool valid_splits(int splits) {
   return splits == 1 || splits == 2 || splits == 4 || (splits > 0 && splits % 8 == 0 && splits <= 128);
 }
 
-int run_decode(const AttentionDecodeArgs& c, int beside, const fp8::RowsOut& fp8, void* stream) {
+int run_decode(const AttentionDecodeArgs& c, int overlapped, const fp8::RowsOut& fp8, void* stream) {
   if (c.rows < 0 || c.rows > 65535 || c.kv_heads <= 0 || c.heads <= 0 || c.heads % c.kv_heads != 0 ||
       c.block_size <= 0 || c.window < 0 || !valid_splits(c.splits) || c.num_slots < 0 || c.num_slots > kNoSlot ||
       (c.norm_dtype != Dtype::kBf16 && c.norm_dtype != Dtype::kF32) || !holds_qkv(c) ||
@@ -172,7 +172,7 @@ int run_decode(const AttentionDecodeArgs& c, int beside, const fp8::RowsOut& fp8
                         c.scale * kLog2E,
                         static_cast<uint32_t>(c.window),
                         c.splits,
-                        beside != 0,
+                        overlapped != 0,
                         fp8,
                         c.sinks,
                         c.qkv_row,
@@ -208,18 +208,18 @@ extern "C" size_t moe_attention_decode_workspace(int rows, int heads, int kv_hea
 /// Positions, slots, tables and the cache of earlier positions must have been written before this step began. head_dim
 /// is 64, 128 or 256.
 extern "C" int moe_attention_decode(const moe::AttentionDecodeArgs* args, void* stream) {
-  return moe_attention_decode_beside(args, 0, stream);
+  return moe_attention_decode_overlapped(args, 0, stream);
 }
 
-/// The same as moe_attention_decode. With `beside`, it may run at the same time as the kernel before it on the stream.
+/// The same as moe_attention_decode. With `overlapped`, it may run at the same time as the kernel before it on the stream.
 /// That kernel writes nothing that this one reads, and lets this one begin when everything before both is there.
-extern "C" int moe_attention_decode_beside(const moe::AttentionDecodeArgs* args, int beside, void* stream) {
-  return moe::run_decode(*args, beside, {}, stream);
+extern "C" int moe_attention_decode_overlapped(const moe::AttentionDecodeArgs* args, int overlapped, void* stream) {
+  return moe::run_decode(*args, overlapped, {}, stream);
 }
 
-/// The same as moe_attention_decode_beside, followed by moe_fp8_quantise, bit for bit: `out` is [rows, heads 128]
+/// The same as moe_attention_decode_overlapped, followed by moe_fp8_quantise, bit for bit: `out` is [rows, heads 128]
 /// bytes, by quads or not, and scales are [heads, lines]. Hopper, heads of 128.
-extern "C" int moe_attention_decode_fp8(const moe::AttentionDecodeArgs* args, int beside, float* scales, int lines,
+extern "C" int moe_attention_decode_fp8(const moe::AttentionDecodeArgs* args, int overlapped, float* scales, int lines,
                                         int quads, void* stream) {
   using namespace moe;
   const AttentionDecodeArgs& c = *args;
@@ -228,5 +228,5 @@ extern "C" int moe_attention_decode_fp8(const moe::AttentionDecodeArgs* args, in
   DeviceLimits limits;
   const cudaError_t e = device_limits(&limits);
   if (e != cudaSuccess) return e;
-  return limits.major < 9 ? static_cast<int>(cudaErrorNotSupported) : run_decode(c, beside, fp8, stream);
+  return limits.major < 9 ? static_cast<int>(cudaErrorNotSupported) : run_decode(c, overlapped, fp8, stream);
 }

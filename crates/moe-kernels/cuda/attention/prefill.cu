@@ -313,16 +313,16 @@ extern "C" int moe_attention_prefill(const moe::PagedAttentionArgs* args, void* 
 /// less than 2^31 rows. Sequences with few rows use the kernel of moe_attention_prefill, unless a row's bits must not
 /// depend on the number of rows.
 extern "C" int moe_attention_prefill_wgmma(const moe::PagedAttentionArgs* args, void* stream) {
-  return moe_attention_prefill_wgmma_beside(args, 0, stream);
+  return moe_attention_prefill_wgmma_on_blocks(args, 0, stream);
 }
 
 /// The same as moe_attention_prefill_wgmma with `blocks` blocks. The next kernel on the stream may run at the same
 /// time: it must read nothing of this one, and it may begin when everything before this one is there.
-extern "C" int moe_attention_prefill_wgmma_beside(const moe::PagedAttentionArgs* args, int blocks, void* stream) {
+extern "C" int moe_attention_prefill_wgmma_on_blocks(const moe::PagedAttentionArgs* args, int blocks, void* stream) {
   return moe::attention_prefill::run_wgmma(*args, blocks, {}, stream);
 }
 
-/// The same as moe_attention_prefill_wgmma_beside, followed by moe_fp8_quantise, bit for bit: `out` is [tokens, heads
+/// The same as moe_attention_prefill_wgmma_on_blocks, followed by moe_fp8_quantise, bit for bit: `out` is [tokens, heads
 /// 128] bytes, by quads or not, and scales are [heads, lines]. Heads of 128.
 extern "C" int moe_attention_prefill_wgmma_fp8(const moe::PagedAttentionArgs* args, int blocks, float* scales,
                                                int lines, int quads, void* stream) {

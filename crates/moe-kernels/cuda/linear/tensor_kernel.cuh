@@ -66,14 +66,14 @@ __device__ __forceinline__ void produce(const CUtensorMap* w, const CUtensorMap*
   const bool leads = threadIdx.x % 32 == 0;
   // With one tile of tokens no other block reads these weights.
   const uint64_t policy = gridDim.y == 1 ? read_once() : read_again();
-  [[maybe_unused]] const typename B::Stage::Side beside(source, row / 16, threadIdx.x % 32);
+  [[maybe_unused]] const typename B::Stage::Side side_rows(source, row / 16, threadIdx.x % 32);
   const auto weights = [&](int i, int stage) {
     if (leads) {
       arrive_expecting(full + stage, B::kStageBytes);
       B::Stage::load(ring + stage * B::kStageBytes, w, row, i, full + stage, policy);
     }
     if constexpr (B::Stage::kSideBytes > 0) {
-      beside.copy(side + stage * B::kSideBytes, i);
+      side_rows.copy(side + stage * B::kSideBytes, i);
       cp_async_arrive(full + stage);
     }
   };

@@ -102,7 +102,7 @@ struct Fp8Weights {
       };
       read();
       for (int step = 0; step < count; ++step) {
-        const uint8_t* beside = side + stage * B::kSideBytes;
+        const uint8_t* side_bytes = side + stage * B::kSideBytes;
         const uint64_t x = tile_descriptor(ring + stage * B::kStageBytes + B::kWeightBytes);
         uint32_t a[4][4];
         fragments(words, a);
@@ -114,8 +114,8 @@ struct Fp8Weights {
         wgmma_commit();
         const int used = stage;
         if (++stage == stages) stage = 0, phase ^= 1;
-        const float* scales = reinterpret_cast<const float*>(beside) + scale_at;
-        const float* of_rows = reinterpret_cast<const float*>(beside + Base::kSideBytes) + threadIdx.x % 4 * 2;
+        const float* scales = reinterpret_cast<const float*>(side_bytes) + scale_at;
+        const float* of_rows = reinterpret_cast<const float*>(side_bytes + Base::kSideBytes) + threadIdx.x % 4 * 2;
         const float low = scales[0], high = scales[other];
         float2 rows[kHalf / 8];
         load(of_rows, rows);

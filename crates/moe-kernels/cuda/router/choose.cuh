@@ -117,8 +117,8 @@ __device__ __forceinline__ Choice choose(const RouteArgs& args, const StepRoutin
   __syncwarp();
   own = lane < found ? chosen[lane] : Choice{kNoExpert, 0.0f};
   const float weight = weigh(a, lane < found, own.weight, score);
-  const uint32_t behind = lane - a.top_k;
-  if (behind < static_cast<uint32_t>(a.shared)) return {a.experts + behind, a.shared_weight};
+  const uint32_t after = lane - a.top_k;
+  if (after < static_cast<uint32_t>(a.shared)) return {a.experts + after, a.shared_weight};
   const bool replaced = !kPlain && lane < found;
   return {replaced ? balanced(routing, row, lane, own.id) : own.id, weight};
 }

@@ -20,10 +20,10 @@ struct Narrowed {
 
   /// 255 for the likeliest tokens, 0 for all tokens far below. Neither function rises as x falls.
   __device__ __forceinline__ uint32_t coarse(float x) const {
-    return kBins - 1 - min(kBins - 1u, __float2uint_rz(behind(x)));
+    return kBins - 1 - min(kBins - 1u, __float2uint_rz(distance(x)));
   }
   __device__ __forceinline__ uint32_t fine(float x) const {
-    const float within = __fmul_rn(__fsub_rn(behind(x), static_cast<float>(kBins - 1 - coarse_bin)), kBins);
+    const float within = __fmul_rn(__fsub_rn(distance(x), static_cast<float>(kBins - 1 - coarse_bin)), kBins);
     return kBins - 1 - min(kBins - 1u, __float2uint_rz(within));
   }
 
@@ -49,7 +49,7 @@ struct Narrowed {
   }
 
  private:
-  __device__ __forceinline__ float behind(float x) const { return __fmul_rn(__fsub_rn(top, x), per_unit); }
+  __device__ __forceinline__ float distance(float x) const { return __fmul_rn(__fsub_rn(top, x), per_unit); }
 };
 
 /// Counts or weighs tokens by bin, and adds up the blocks' bins; all blocks call it. Shared memory adds 32-bit words in

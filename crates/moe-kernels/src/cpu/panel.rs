@@ -101,7 +101,7 @@ impl<T: Lanes> Kernel for PanelUnit<'_, T> {
                 let range = chain.start * LANES..(chain.start + chain.len) * LANES;
                 let ahead = match chain.start + chain.len < k {
                     true => panels_from(&self.panels, vectors.clone(), chain.start + chain.len),
-                    false => behind(&self.panels, self.next, vectors.clone()),
+                    false => following(&self.panels, self.next, vectors.clone()),
                 };
                 let to = if chain.to_segment { &mut *self.segment } else { &mut *self.total };
                 for (start, m) in even_parts(self.m, self.tiles) {
@@ -135,7 +135,7 @@ pub(crate) fn panels_from<T>(panels: &[&[T]; 2], vectors: Range<usize>, column: 
 /// The addresses that are read after the panels of one or two vectors: the unit's other panel, or the panels of the
 /// next unit.
 #[inline(always)]
-pub(crate) fn behind<T>(panels: &[&[T]; 2], next: usize, vectors: Range<usize>) -> [*const T; 2] {
+pub(crate) fn following<T>(panels: &[&[T]; 2], next: usize, vectors: Range<usize>) -> [*const T; 2] {
     match vectors.end {
         1 => [panels[1].as_ptr(); 2],
         _ => [0, vectors.len() - 1].map(|i| panels[i].as_ptr().wrapping_add(next)),

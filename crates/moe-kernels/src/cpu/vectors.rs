@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use super::dispatch;
 use super::pack::Pack;
-use super::panel::{Expand, PanelRows, PanelUnit, behind, flush, panels_from};
+use super::panel::{Expand, PanelRows, PanelUnit, following, flush, panels_from};
 use super::product::{Chain, K_BLOCK, chains};
 use super::simd::{LANES, Lanes};
 use super::stream::{Next, Stream};
@@ -202,7 +202,7 @@ impl<T: Lanes> Work<'_, T> {
             UnitWeights::Panels(panels) => {
                 let count = vectors.len();
                 let further = match is_last {
-                    true => behind(&panels, self.next, vectors),
+                    true => following(&panels, self.next, vectors),
                     false => panels_from(&panels, vectors, end),
                 };
                 for (start, panel) in starts.iter_mut().zip(&further[..count]) {

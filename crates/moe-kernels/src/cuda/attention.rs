@@ -257,15 +257,15 @@ fn decode_attention(
         gates: cuda.read_or_null(op, "gates", held)?,
         gate_row: gate_row(op, held)?,
     };
-    let beside = i32::from(form == MixedForm::Overlapped);
+    let overlapped = i32::from(form == MixedForm::Overlapped);
     // SAFETY: the op has checked dims and dtypes; `is_one_launch` and, for FP8, `leaves_fp8` are the launchers'
     // conditions. Slots beyond the cache are not written; what is read is the contract of `AttentionMeta`. The launch
     // that may run at the same time writes only rows of prompts.
     cuda.check(op, unsafe {
         match fp8 {
-            None => ffi::moe_attention_decode_beside(&args, beside, cuda.raw()?),
+            None => ffi::moe_attention_decode_overlapped(&args, overlapped, cuda.raw()?),
             Some(Fp8Place { scales, lines, quads, .. }) => {
-                ffi::moe_attention_decode_fp8(&args, beside, scales, lines, quads, cuda.raw()?)
+                ffi::moe_attention_decode_fp8(&args, overlapped, scales, lines, quads, cuda.raw()?)
             }
         }
     })?;

@@ -29,13 +29,13 @@ launchers! {
     // attention
     moe_qk_norm_rope_cache(args: *const QkNormRopeArgs);
     moe_attention_prefill(args: *const PagedAttentionArgs);
-    moe_attention_prefill_wgmma_beside(args: *const PagedAttentionArgs, blocks: i32);
+    moe_attention_prefill_wgmma_on_blocks(args: *const PagedAttentionArgs, blocks: i32);
     moe_attention_prefill_wgmma_fp8(
         args: *const PagedAttentionArgs, blocks: i32, scales: *mut f32, lines quads: i32
     );
-    moe_attention_decode_beside(args: *const AttentionDecodeArgs, beside: i32);
+    moe_attention_decode_overlapped(args: *const AttentionDecodeArgs, overlapped: i32);
     moe_attention_decode_fp8(
-        args: *const AttentionDecodeArgs, beside: i32, scales: *mut f32, lines quads: i32
+        args: *const AttentionDecodeArgs, overlapped: i32, scales: *mut f32, lines quads: i32
     );
     moe_attention_latent(args: *const PagedAttentionArgs);
     moe_attention_latent_values(args: *const PagedAttentionArgs, w_uv: In, values: Out);

@@ -37,14 +37,14 @@ pub fn mla_rows_into(args: &MlaRows, out: ViewMut, k_cache: ViewMut, ex: &mut Ex
     expect_stream(op, "out", &out, dtype)?;
     expect_rows(op, t, heads)?;
     expect_optional(op, "latents", args.latents.as_ref(), DType::F32, &[t, l + r])?;
-    let behind = if args.latents.is_some() { 0 } else { l + r };
+    let latent_columns = if args.latents.is_some() { 0 } else { l + r };
     let each = width
-        .checked_sub(behind)
+        .checked_sub(latent_columns)
         .filter(|all| all.is_multiple_of(heads.max(1)))
         .map(|all| all / heads.max(1));
     let Some(n) = each.and_then(|each| each.checked_sub(r)) else {
         bail!(
-            "{op}: products of {width} columns are no queries of {heads} heads with {r} rotated values, and {behind} more"
+            "{op}: products of {width} columns are no queries of {heads} heads with {r} rotated values, and {latent_columns} more"
         )
     };
     if l == 0 || r == 0 {

@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn short_prompts_run_beside_many_decoding_rows() {
+    fn short_prompts_overlap_many_decoding_rows() {
         let hopper = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
         let form = |call: &MixedCall, machine: &Machine| MixedForm::choose(call, machine);
         // 256 sequences of 800 positions read 420 MB; prompts of 620 and 300 rows see 240,000 pairs.
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn long_rows_that_nothing_runs_beside_are_cut_in_two() {
+    fn long_rows_that_nothing_overlaps_are_cut_in_two() {
         let splits = |call: MixedCall, form, splits| call.decode_splits(form, splits);
         assert_eq!(splits(call(256 * 800, 1000), MixedForm::Apart, 1), 2);
         assert_eq!(splits(call(256 * 800, 1000), MixedForm::Apart, 8), 8);

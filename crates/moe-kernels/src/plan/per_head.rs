@@ -26,7 +26,7 @@ pub struct PerHeadCall {
     pub latent: usize,
     /// The neighbouring launch, if it can contain the product: the launch before attention, or the launch that merges
     /// its splits.
-    pub beside: Option<&'static str>,
+    pub neighbour: Option<&'static str>,
     /// Dtype of x and w.
     pub dtype: DType,
 }
@@ -75,7 +75,7 @@ impl Form for PerHeadForm {
                         got: call.head_dim,
                     });
                 }
-                match call.beside {
+                match call.neighbour {
                     Some(_) => Ok(()),
                     None => {
                         Err(Reason::Part { part: "launches next to it that leave no room for the product" })
@@ -103,18 +103,18 @@ mod tests {
     fn few_rows_and_batch_invariance_keep_to_one_launch() {
         let gpu = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
         let name = |rows, dtype, machine: &Machine| {
-            let call = PerHeadCall { rows, head_dim: 128, latent: 512, beside: None, dtype };
+            let call = PerHeadCall { rows, head_dim: 128, latent: 512, neighbour: None, dtype };
             PerHeadForm::choose(&call, machine).map(Form::name)
         };
-        let beside = |rows, head_dim| {
+        let neighbour = |rows, head_dim| {
             let latent = 512;
             let dtype = DType::BF16;
-            let beside = Some("latent_query");
-            PerHeadForm::choose(&PerHeadCall { rows, head_dim, latent, beside, dtype }, &gpu)
+            let neighbour = Some("latent_query");
+            PerHeadForm::choose(&PerHeadCall { rows, head_dim, latent, neighbour, dtype }, &gpu)
         };
-        assert_eq!(beside(1, 128), Some(PerHeadForm::Overlapped));
-        assert_eq!(beside(4, 128), Some(PerHeadForm::Overlapped));
-        assert_eq!((beside(5, 128), beside(1, 64)), (Some(PerHeadForm::Any), Some(PerHeadForm::Any)));
+        assert_eq!(neighbour(1, 128), Some(PerHeadForm::Overlapped));
+        assert_eq!(neighbour(4, 128), Some(PerHeadForm::Overlapped));
+        assert_eq!((neighbour(5, 128), neighbour(1, 64)), (Some(PerHeadForm::Any), Some(PerHeadForm::Any)));
         assert_eq!(name(1, DType::BF16, &gpu), Some("per_head"));
         assert_eq!(name(4096, DType::BF16, &gpu), Some("cublas"));
         assert_eq!(name(4096, DType::F32, &gpu), Some("per_head"));

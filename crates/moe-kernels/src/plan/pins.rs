@@ -180,7 +180,7 @@ fn attention(machine: &Machine, table: &mut Table) {
         rows,
         head_dim: 128,
         latent: 512,
-        beside: Some("latent_query"),
+        neighbour: Some("latent_query"),
         dtype: DType::BF16,
     };
     table.push(("per head".into(), runs(|rows| chosen::<PerHeadForm>(&per_head(rows), machine))));

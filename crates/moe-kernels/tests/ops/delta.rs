@@ -210,11 +210,11 @@ fn parts_threads_batches_and_padding_change_no_bit() -> Result<()> {
             for len in cut {
                 let rows = &rows[start * width..][..len * width];
                 // Another sequence, which begins anew in each step where the last one left its state.
-                let beside = Part { projected: &other[..(1 + number) * width], start: 0, state: 4 };
+                let other_part = Part { projected: &other[..(1 + number) * width], start: 0, state: 4 };
                 let own = Part { projected: rows, start, state: 2 };
                 let out = match number % 2 {
-                    0 => step::<f32>(&layer, &[own, beside], number, &mut states, ex)?,
-                    _ => step::<f32>(&layer, &[beside, own], number, &mut states, ex)?,
+                    0 => step::<f32>(&layer, &[own, other_part], number, &mut states, ex)?,
+                    _ => step::<f32>(&layer, &[other_part, own], number, &mut states, ex)?,
                 };
                 let first = if number % 2 == 0 { 0 } else { 1 + number };
                 got.extend_from_slice(&out[first * HEADS.value_width()..][..len * HEADS.value_width()]);

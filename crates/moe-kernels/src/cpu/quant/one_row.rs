@@ -12,7 +12,7 @@ const SHORT: usize = 4;
 const MIDDLE: usize = 8;
 const LONG: usize = 16;
 
-/// Adds the integer sums of a block of weights and prefetches the weights `ahead` bytes behind. Where a path has dot
+/// Adds the integer sums of a block of weights and prefetches the weights `ahead` bytes further on. Where a path has dot
 /// products of bytes, x is packed by [`put_bytes`], else in pairs. [`fits`] says for which integers.
 #[inline(always)]
 pub(super) fn add<S: Simd, Q: Quants, const M: usize, const N: usize>(

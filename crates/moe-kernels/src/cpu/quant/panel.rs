@@ -88,7 +88,7 @@ impl Panel<'_> {
     }
 }
 
-/// Step `i` of a block; asks for what lies `ahead` bytes behind it.
+/// Returns step `i` of a block and prefetches what is `ahead` bytes further on.
 #[inline(always)]
 pub(super) fn step<S: Simd, Q: Quants>(s: S, q: &[u8], i: usize, ahead: usize) -> &[u8] {
     let step = &q[i * Q::STEP_BYTES..][..Q::STEP_BYTES];

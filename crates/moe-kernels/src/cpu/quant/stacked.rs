@@ -72,8 +72,8 @@ impl<'a> Stacked<'a> {
 
     /// The part of a panel, and the panel's place there.
     fn place(&self, panel: usize) -> (usize, usize) {
-        let behind = self.parts.partition_point(|(first, _)| *first <= panel);
-        let part = behind.saturating_sub(1);
+        let started = self.parts.partition_point(|(first, _)| *first <= panel);
+        let part = started.saturating_sub(1);
         (part, panel - self.parts[part].0)
     }
 

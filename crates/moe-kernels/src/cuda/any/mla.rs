@@ -99,8 +99,8 @@ pub(crate) fn mla_rows(
     let rope = 2 * args.cos.dims()[1];
     let latent = args.norm.elem_count();
     let query_row = args.products.dims()[1];
-    let behind = if args.latents.is_some() { 0 } else { key };
-    let queries = query_row - behind;
+    let latent_columns = if args.latents.is_some() { 0 } else { key };
+    let queries = query_row - latent_columns;
     let plain_dim = queries / heads - rope;
     let products: In = cuda.read(op, "products", args.products)?;
     let (latents, latent_row) = match args.latents {
@@ -108,19 +108,19 @@ pub(crate) fn mla_rows(
         // The latents of a row follow its queries in the same array.
         None => (products.wrapping_byte_add(size_of::<f32>() * queries), query_row),
     };
-    let beside = args.w_uk.filter(|w| {
+    let overlapped = args.w_uk.filter(|w| {
         let call = PerHeadCall {
             rows: t,
             head_dim: plain_dim,
             latent,
-            beside: Some(QUERY_WITH_PRODUCT),
+            neighbour: Some(QUERY_WITH_PRODUCT),
             dtype: if out.dtype() == k_cache.dtype() { out.dtype() } else { DType::F32 },
         };
         aligned(&[args.products, *w])
             && PerHeadForm::choose(&call, &ex.machine()) == Some(PerHeadForm::Overlapped)
     });
     let mut plain = match args.w_uk {
-        Some(w) if beside.is_none() => Some(ex.scratch(w.dtype(), &[t, heads, plain_dim])?),
+        Some(w) if overlapped.is_none() => Some(ex.scratch(w.dtype(), &[t, heads, plain_dim])?),
         _ => None,
     };
     let mut to = plain.as_mut().map(|plain| plain.view_mut());
@@ -147,7 +147,7 @@ pub(crate) fn mla_rows(
         num_slots: count(op, k_cache.dims()[0] * k_cache.dims()[2])?,
         k_cache: cuda.write(op, "k_cache", &mut k_cache)?,
     };
-    if let Some(w) = beside {
+    if let Some(w) = overlapped {
         let w = cuda.read(op, "w_uk", w)?;
         ex.launched(|| QUERY_WITH_PRODUCT);
         // SAFETY: see above; the form has checked the sizes, a slot beyond the cache is not written.
@@ -198,7 +198,7 @@ pub(crate) fn per_head(ex: &Exec, op: &str, x: View, w: View, mut out: ViewMut) 
     let heads = w.dims()[0];
     let n = w.dims()[1];
     let k = w.dims()[2];
-    let call = PerHeadCall { rows, head_dim: n.min(k), latent: n.max(k), beside: None, dtype: x.dtype() };
+    let call = PerHeadCall { rows, head_dim: n.min(k), latent: n.max(k), neighbour: None, dtype: x.dtype() };
     let form = PerHeadForm::choose(&call, &ex.machine()).unwrap_or(PerHeadForm::Any);
     ex.launched(|| form.kernel(&call));
     if form == PerHeadForm::Blas {

@@ -118,7 +118,7 @@ fn holds_product(w_uv: View, rows: usize, latent: usize, splits: i32, ex: &Exec)
         rows,
         head_dim: w_uv.dims()[1],
         latent,
-        beside: (splits > 1).then_some("latent_merge"),
+        neighbour: (splits > 1).then_some("latent_merge"),
         dtype: w_uv.dtype(),
     };
     aligned(&[w_uv]) && PerHeadForm::choose(&call, &ex.machine()) == Some(PerHeadForm::Overlapped)
@@ -254,7 +254,7 @@ impl Launch {
                     ffi::moe_attention_prefill_wgmma_fp8(args, blocks, to.scales, to.lines, to.quads, stream)
                 }
                 (Some(AttentionForm::Wgmma), ..) => {
-                    ffi::moe_attention_prefill_wgmma_beside(args, blocks, stream)
+                    ffi::moe_attention_prefill_wgmma_on_blocks(args, blocks, stream)
                 }
                 (Some(AttentionForm::Latent), ..) => ffi::moe_attention_latent(args, stream),
                 (Some(AttentionForm::Prefill), ..) => ffi::moe_attention_prefill(args, stream),
