@@ -26,6 +26,9 @@ class Shape:
         self.top_k = get("num_experts_per_tok", "moe_k")
         width = get("moe_intermediate_size", "intermediate_size")
         self.expert = 3 * self.hidden * width
+        # MXFP4 has a scale of a byte for each 32 numbers of 4 bits.
+        packed = (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+        self.expert_bytes = self.expert * (17 / 32 if packed else 2)
         shared = get("shared_expert_intermediate_size") or (get("n_shared_experts", "moe_num_shared_experts") or 0) * width
         self.shared = 3 * self.hidden * shared
         self.dense_layers = get("first_k_dense_replace") or 0
@@ -50,9 +53,10 @@ class Shape:
     def step_bytes(self, batch):
         chosen = self.experts * (1 - (1 - self.top_k / self.experts) ** batch)
         sparse = self.layers - self.dense_layers
-        experts = sparse * (chosen * self.expert + self.shared) + self.dense_layers * self.dense
+        others = sparse * self.shared + self.dense_layers * self.dense + self.vocabulary
         positions = batch * (PROMPT + OUTPUT / 2)
-        return 2 * (self.layers * (self.attention + positions * self.cached) + experts + self.vocabulary)
+        kept = self.layers * (self.attention + positions * self.cached)
+        return 2 * (kept + others) + sparse * chosen * self.expert_bytes
 
     def prompt_flops(self, tokens):
         sparse = self.layers - self.dense_layers

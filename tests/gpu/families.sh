@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Shapes of published models of other families than Qwen3-MoE, with random weights in bf16 on one card, and the same in
+# Shapes of published models of other families than Qwen3-MoE, with random weights on one card, and the same in
 # vLLM where it is given: decode at 1, 8, 64 and 256 sequences and a prompt of 8,192 tokens; what the plans say of each
 # shape; routers and layers of these rules against their definition.
-#   families.sh [SHAPE...]      SHAPE: a file of tests/bench/configs without .json (default: the three of $all below)
+#   families.sh [SHAPE...]      SHAPE: a file of tests/bench/configs without .json (default: those in $all below)
 # $VLLM: a folder with vLLM and its torch, unpacked for the machine's python3. PARTS chooses parts: checks, plans, ours,
 # vllm. $OUT (default: results) gets families.txt with the table that is printed last, families.json, and the output of
 # each part. A shape takes about 60 s here and 300 s with vLLM, most of which is its start.
 set -uo pipefail
 . "$(dirname "$0")/environment.sh"
-all=(glm-4.7-flash moonlight-16b-a3b gpt-oss-20b)
+all=(glm-4.7-flash moonlight-16b-a3b gpt-oss-20b gpt-oss-20b-mxfp4)
 shapes=("${@:-${all[@]}}")
 out=${OUT:-$root/results}/families
 mkdir -p "$out"

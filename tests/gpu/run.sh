@@ -35,6 +35,8 @@ for model in deepseek-v2-lite deepseek-v2; do
   check "midsize-$model" timeout 120 python3 "$root/tests/gpu/midsize.py" "$program" --model "$model" \
     --prompts 1,1023,4097
 done
+check midsize-families timeout 200 python3 "$root/tests/gpu/midsize.py" "$program" --model deepseek-v3,glm-4.5-air,gpt-oss \
+  --prompts 1,17,1023,4097 --jobs 3
 check bench timeout 200 "$program" bench --config "$root/tests/bench/configs/qwen3-30b-a3b.json" --dummy-weights \
   --dtype bf16 --device cuda --batches 1,8,32,64,128,256 --lengths 2048,8192 --long-context 8192 --json "$out/bench.json"
 check load "$root/tests/gpu/load.sh"

@@ -31,11 +31,11 @@ from transformers import AutoConfig, DynamicCache
 from families import FAMILIES
 
 
-def load(model_dir, dtype):
+def load(model_dir, dtype, **options):
     """Loads a checkpoint with the implementations that define the reference."""
     model_type = AutoConfig.from_pretrained(model_dir).model_type
     model = FAMILIES[model_type].model.from_pretrained(
-        model_dir, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+        model_dir, dtype=dtype, attn_implementation="eager", experts_implementation="eager", **options
     )
     return model.eval()
 

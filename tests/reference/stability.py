@@ -15,18 +15,19 @@ TOP_TWO = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
 
 
 def kept_groups(logits, config):
-    """The experts that group-limited routing may choose, as a boolean mask, and how clearly their
-    groups are separated from the next; all experts where there are no groups."""
+    """The experts that group-limited routing may choose, as a boolean mask, and how clearly the groups of each row are
+    separated from the next; all experts where there are no groups."""
     top_two = config.model_type in TOP_TWO and config.n_group > 1
+    unlimited = torch.full_like(logits[:, 0], float("inf"))
     if not top_two and getattr(config, "topk_method", "greedy") != "group_limited_greedy":
-        return torch.ones_like(logits, dtype=torch.bool), float("inf")
+        return torch.ones_like(logits, dtype=torch.bool), unlimited
     groups = logits.unflatten(-1, (config.n_group, -1))
     best = groups.topk(2).values.sum(-1) if top_two else groups.amax(-1)
     ordered = best.sort(-1, descending=True).values
     k = config.topk_group
-    gap = (ordered[:, k - 1] - ordered[:, k]).min().item() if k < config.n_group else float("inf")
+    gaps = ordered[:, k - 1] - ordered[:, k] if k < config.n_group else unlimited
     groups = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(k).indices, True)
-    return groups.repeat_interleave(logits.shape[-1] // config.n_group, -1), gap
+    return groups.repeat_interleave(logits.shape[-1] // config.n_group, -1), gaps
 
 
 def choice_keys(model, layer, logits):
@@ -39,15 +40,20 @@ def choice_keys(model, layer, logits):
     return logits.sigmoid() + holders[0].e_score_correction_bias.float() if holders else logits
 
 
-def topk_sets(logits, config):
-    """The chosen experts of each row as a boolean mask, and the smallest gap that decides it."""
-    mask, gap = kept_groups(logits, config)
+def chosen_experts(logits, config):
+    """The chosen experts of each row as a boolean mask, and the smallest gap that decides each row."""
+    mask, gaps = kept_groups(logits, config)
     k, masked = config.num_experts_per_tok, logits.masked_fill(~mask, float("-inf"))
     if k < int(mask[0].sum()):
         ordered = masked.sort(-1, descending=True).values
-        gap = min(gap, (ordered[:, k - 1] - ordered[:, k]).min().item())
-    chosen = torch.zeros_like(mask).scatter_(-1, masked.topk(k).indices, True)
-    return chosen, gap
+        gaps = gaps.minimum(ordered[:, k - 1] - ordered[:, k])
+    return torch.zeros_like(mask).scatter_(-1, masked.topk(k).indices, True), gaps
+
+
+def topk_sets(logits, config):
+    """The chosen experts of each row as a boolean mask, and the smallest gap that decides one."""
+    chosen, gaps = chosen_experts(logits, config)
+    return chosen, gaps.min().item()
 
 
 def margins(f32, bf16, step_logits, model):
