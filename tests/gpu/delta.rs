@@ -9,11 +9,11 @@ use moe_kernels::{
 use crate::common::*;
 
 /// States of a layer.
-const STATES: usize = 7;
+pub const STATES: usize = 7;
 /// Positions at which a continued sequence may be.
 const SEEN: u32 = 9;
 
-const fn heads(key_heads: usize, value_heads: usize, key_dim: usize, value_dim: usize) -> DeltaHeads {
+pub const fn heads(key_heads: usize, value_heads: usize, key_dim: usize, value_dim: usize) -> DeltaHeads {
     DeltaHeads { key_heads, value_heads, key_dim, value_dim }
 }
 
@@ -32,7 +32,7 @@ const HEADS: [DeltaHeads; 10] = [
 ];
 
 /// A sequence of a step: its rows, whether it begins with them, and its state.
-type Part = (usize, bool, u32);
+pub type Part = (usize, bool, u32);
 
 /// Steps of no sequence, of decoding sequences, of unequal prompts, and of both; the second number is rows of padding.
 fn steps() -> Vec<(Vec<Part>, usize)> {
@@ -50,18 +50,18 @@ fn steps() -> Vec<(Vec<Part>, usize)> {
 }
 
 /// The arrays that say which rows belong to which sequence, in host memory.
-struct Rows {
-    count: usize,
+pub struct Rows {
+    pub count: usize,
     starts: Buffer,
     positions: Buffer,
     numbers: Buffer,
 }
 
 /// The same arrays where an op runs.
-struct RowsAt([Placed; 3]);
+pub struct RowsAt([Placed; 3]);
 
 impl Rows {
-    fn new(parts: &[Part], padding: usize) -> Self {
+    pub fn new(parts: &[Part], padding: usize) -> Self {
         let mut starts = vec![0];
         let mut positions = Vec::new();
         for &(rows, begins, _) in parts {
@@ -92,7 +92,7 @@ impl RowsAt {
 }
 
 /// Random states [`STATES`, ..]. The states of sequences that begin are NaN.
-fn states(rng: &mut Rng, parts: &[Part], dims: &[usize]) -> Buffer {
+pub fn states(rng: &mut Rng, parts: &[Part], dims: &[usize]) -> Buffer {
     let all: Vec<usize> = [STATES].iter().chain(dims).copied().collect();
     let len: usize = dims.iter().product();
     let mut values = rng.floats(DType::F32, &all).view().to_f32_vec().unwrap();
@@ -103,7 +103,7 @@ fn states(rng: &mut Rng, parts: &[Part], dims: &[usize]) -> Buffer {
 }
 
 /// Fails unless the states of the step's sequences agree, and all others have their bits of before the step.
-fn check_states(what: &str, parts: &[Part], before: &Buffer, [cpu, gpu]: [&Buffer; 2], bound: f64) {
+pub fn check_states(what: &str, parts: &[Part], before: &Buffer, [cpu, gpu]: [&Buffer; 2], bound: f64) {
     for number in 0..STATES {
         let state = |all: &Buffer| cut(all, number, 1);
         if parts.iter().any(|part| part.0 > 0 && part.2 as usize == number) {
@@ -146,28 +146,30 @@ fn convolutions_agree() {
     }
 }
 
-/// The inputs of the rule.
-struct Inputs {
-    heads: DeltaHeads,
-    mixed: Buffer,
-    projected: Buffer,
-    a_log: Buffer,
-    dt_bias: Buffer,
+/// The inputs of the rule, in a model of some dtype.
+pub struct Inputs {
+    pub heads: DeltaHeads,
+    pub mixed: Buffer,
+    pub projected: Buffer,
+    pub a_log: Buffer,
+    pub dt_bias: Buffer,
+    pub dtype: DType,
 }
 
 impl Inputs {
-    fn new(rng: &mut Rng, heads: DeltaHeads, rows: usize) -> Self {
+    pub fn new(rng: &mut Rng, heads: DeltaHeads, rows: usize) -> Self {
         Self {
             heads,
             mixed: rng.floats(DType::F32, &[rows, heads.channels()]),
             projected: rng.floats(DType::F32, &[rows, heads.projected()]),
             a_log: rng.floats(DType::F32, &[heads.value_heads]),
             dt_bias: rng.floats(DType::F32, &[heads.value_heads]),
+            dtype: DType::F32,
         }
     }
 
     /// Some rows of them.
-    fn narrow(&self, first: usize, count: usize) -> Self {
+    pub fn narrow(&self, first: usize, count: usize) -> Self {
         let same = |data: &Buffer| cut(data, 0, data.dims()[0]);
         Self {
             heads: self.heads,
@@ -175,11 +177,12 @@ impl Inputs {
             projected: cut(&self.projected, first, count),
             a_log: same(&self.a_log),
             dt_bias: same(&self.dt_bias),
+            dtype: self.dtype,
         }
     }
 
     /// The results of the rule; `states` are advanced.
-    fn run(&self, rows: &Rows, states: &mut Placed, p: &mut Place) -> Result<Placed> {
+    pub fn run(&self, rows: &Rows, states: &mut Placed, p: &mut Place) -> Result<Placed> {
         let at = rows.put(p);
         let [mixed, projected, a_log, dt_bias] =
             [&self.mixed, &self.projected, &self.a_log, &self.dt_bias].map(|data| p.put(data));
@@ -191,13 +194,15 @@ impl Inputs {
             a_log: a_log.view(),
             dt_bias: dt_bias.view(),
             rows: at.views(),
+            prompt_rows: rows.count,
+            dtype: self.dtype,
         };
         gated_delta_into(&args, states.view_mut(), out.view_mut(), &mut p.ex)?;
         Ok(out)
     }
 }
 
-fn state_dims(heads: DeltaHeads) -> [usize; 3] {
+pub fn state_dims(heads: DeltaHeads) -> [usize; 3] {
     [heads.value_heads, heads.key_dim, heads.value_dim]
 }
 

@@ -35,7 +35,7 @@ pub fn micros(ex: &mut Exec, mut op: impl FnMut(&mut Exec) -> candle_core::Resul
 #[test]
 #[ignore = "measures"]
 fn rates_of_linear_attention() {
-    println!("sequences  rows of each  causal_conv us  gated_delta us  gated_rms_norm us");
+    println!("sequences  rows of each  causal_conv us  gated_delta us  in chunks us  gated_rms_norm us");
     for (sequences, rows) in
         [(1, 1), (8, 1), (64, 1), (256, 1), (512, 1), (1, 64), (1, 1024), (1, 8192), (8, 1024), (64, 128)]
     {
@@ -65,17 +65,24 @@ fn rates_of_linear_attention() {
             let args = CausalConv { projected: projected.view(), weight: weight.view(), rows: rows_of };
             causal_conv_into(&args, tails.view_mut(), mixed.view_mut(), ex)
         });
-        let delta = micros(&mut ex, |ex| {
-            let args = GatedDelta {
-                heads: HEADS,
-                mixed: mixed.view(),
-                projected: projected.view(),
-                a_log: vector.view(),
-                dt_bias: vector.view(),
-                rows: rows_of,
-            };
-            gated_delta_into(&args, states.view_mut(), read.view_mut(), ex)
-        });
+        let mut rule = |prompt_rows: usize, dtype: DType| {
+            micros(&mut ex, |ex| {
+                let args = GatedDelta {
+                    heads: HEADS,
+                    mixed: mixed.view(),
+                    projected: projected.view(),
+                    a_log: vector.view(),
+                    dt_bias: vector.view(),
+                    rows: rows_of,
+                    prompt_rows,
+                    dtype,
+                };
+                gated_delta_into(&args, states.view_mut(), read.view_mut(), ex)
+            })
+        };
+        let delta = rule(0, DType::F32);
+        // Sequences of fewer than 64 rows have no chunks.
+        let chunks = if rows < 64 { f64::NAN } else { rule(t, DType::BF16) };
         let norm = micros(&mut ex, |ex| {
             let args = GatedRmsNorm {
                 heads: HEADS,
@@ -86,6 +93,6 @@ fn rates_of_linear_attention() {
             };
             gated_rms_norm_into(&args, out.view_mut(), ex)
         });
-        println!("{sequences:9}  {rows:12}  {conv:14.1}  {delta:14.1}  {norm:17.1}");
+        println!("{sequences:9}  {rows:12}  {conv:14.1}  {delta:14.1}  {chunks:12.1}  {norm:17.1}");
     }
 }

@@ -15,6 +15,7 @@ mod common;
 mod deepseek;
 mod definition;
 mod delta;
+mod delta_chunks;
 mod delta_rates;
 mod dequantised;
 mod engine;

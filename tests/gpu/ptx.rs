@@ -19,7 +19,7 @@ use crate::engine::{config, model_on, requests, run};
 
 /// The tests that run again: whole models with both kinds of attention, and every op that has a portable kernel, each
 /// compared with the CPU.
-const AGAIN: [&str; 19] = [
+const AGAIN: [&str; 20] = [
     "ptx::logits_are_those_of_the_cpu",
     "ptx::an_engine_runs_on_the_kernels_of_its_plan",
     "deepseek::logits_are_those_of_the_cpu",
@@ -28,6 +28,7 @@ const AGAIN: [&str; 19] = [
     "attention::attention_agrees_on_mixed_steps",
     "attention::attention_agrees_on_decoding_prefill_and_nothing",
     "delta::gated_delta_rules_agree",
+    "delta_chunks::chunks_compute_the_rule_of_rows",
     "mla_rows::latents_queries_and_values_agree",
     "mla_rows::rows_of_products_agree",
     "products::dense_products_agree",

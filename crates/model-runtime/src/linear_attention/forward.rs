@@ -1,7 +1,7 @@
 //! The launches of a layer of linear attention in a step, and what a plan says of them.
 
 use candle_core::{DType, Result};
-use moe_kernels::plan::{Fusion, Machine, Stage};
+use moe_kernels::plan::{DeltaCall, DeltaForm, Form, Fusion, Machine, Stage};
 use moe_kernels::{
     CausalConv, Exec, GatedDelta, GatedRmsNorm, StateRows, TensorView, causal_conv_into, gated_delta_into,
     gated_rms_norm_into,
@@ -22,12 +22,17 @@ impl Mixer for LinearAttention {
 
     fn stages(&self, fusion: Fusion, step: &PlanStep, machine: &Machine) -> Vec<Stage> {
         let mut stages = vec![self.input.stage(&["qkv, gates"], fusion, step.rows, machine)];
-        let own: [(&'static [&'static str], _); 3] = [
-            (&["convolution"], "causal_conv"),
-            (&["gated delta rule"], "gated_delta"),
-            (&["gated norm"], "gated_rms_norm"),
-        ];
-        stages.extend(own.map(|(computes, kernel)| Stage::new(computes, kernel)));
+        let rule = DeltaCall {
+            prompt_rows: step.prompt_rows(),
+            heads: self.config.heads,
+            dtype: self.output.weight.dtype(),
+            aligned: true,
+        };
+        stages.extend([
+            Stage::new(&["convolution"], "causal_conv"),
+            DeltaForm::stage(&["gated delta rule"], &rule, machine),
+            Stage::new(&["gated norm"], "gated_rms_norm"),
+        ]);
         stages.extend(self.output.last_stages(fusion, step.rows, self.ranks.as_ref(), machine));
         stages
     }
@@ -65,6 +70,8 @@ impl Mixer for LinearAttention {
             a_log: a_log.view()?,
             dt_bias: dt_bias.view()?,
             rows,
+            prompt_rows: t - step.decode_rows.min(t),
+            dtype: self.output.weight.dtype(),
         };
         gated_delta_into(&delta, states.delta_mut(), read.view_mut(), ex)?;
 

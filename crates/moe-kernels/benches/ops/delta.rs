@@ -1,5 +1,6 @@
 //! A layer of linear attention at the shapes of Qwen3.5-35B-A3B: 16 key and 32 value heads of 128, H 2048.
 
+use candle_core::DType;
 use moe_kernels::{
     Buffer, CausalConv, DeltaHeads, GatedDelta, GatedRmsNorm, StateRows, causal_conv_into, gated_delta_into,
     gated_rms_norm_into,
@@ -55,6 +56,8 @@ pub fn layer(bench: &mut Bench, pool: &Pool, t: usize) {
             a_log: a_log.view(),
             dt_bias: a_log.view(),
             rows,
+            prompt_rows: t,
+            dtype: DType::BF16,
         };
         gated_delta_into(&delta, delta_states.view_mut(), read.view_mut(), ex).expect("delta");
     });

@@ -26,6 +26,9 @@ struct CausalConvArgs {
 
 /// The gated delta rule over the rows of each sequence. Sequences are the same as in CausalConvArgs; the rows of one
 /// whose state does not exist become zeros.
+///
+/// moe_gated_delta computes all rows one after the other. moe_gated_delta_chunks does so with sequences of fewer than
+/// 64 rows and computes the others in chunks of 64 rows, some chunks at a time. Only it reads `workspace` and `chunks`.
 struct GatedDeltaArgs {
   const float* mixed;      // [tokens, channels]: q, k of all key heads, v of all value heads
   const float* projected;  // [tokens, channels + value_heads value_dim + 2 value_heads]: b and a are the last columns
@@ -37,6 +40,8 @@ struct GatedDeltaArgs {
   float* states;  // [num_states, value_heads, key_dim, value_dim]
   float* out;     // [tokens, value_heads value_dim]
   int tokens, sequences, num_states, key_heads, value_heads, key_dim, value_dim;
+  uint8_t* workspace;  // [chunks, 49,152 key_heads + 20,992 value_heads], 16-byte aligned
+  int chunks;          // chunks that the workspace has room for, at least 1
 };
 
 /// out = x / sqrt(mean(x^2) + eps) * weight * SiLU(z), for each row and head.
@@ -54,4 +59,5 @@ struct GatedNormArgs {
 
 extern "C" int moe_causal_conv(const moe::CausalConvArgs* args, void* stream);
 extern "C" int moe_gated_delta(const moe::GatedDeltaArgs* args, void* stream);
+extern "C" int moe_gated_delta_chunks(const moe::GatedDeltaArgs* args, void* stream);
 extern "C" int moe_gated_rms_norm(const moe::GatedNormArgs* args, void* stream);

@@ -161,7 +161,7 @@ struct State {
 };
 
 template <bool kVectors, int kRows>
-__global__ void __launch_bounds__(kThreads) gated_delta(const GatedDeltaArgs a, int parts, unsigned blocks) {
+__global__ void __launch_bounds__(kThreads) gated_delta(const GatedDeltaArgs a, int most, int parts, unsigned blocks) {
   __shared__ Stage<kRows> ring[kStages];
   pdl_launch_dependents();
   const DeltaSizes sizes(a);
@@ -171,13 +171,14 @@ __global__ void __launch_bounds__(kThreads) gated_delta(const GatedDeltaArgs a, 
     zero_padding(a, sizes.value_width, blockIdx.x - blocks);
     return;
   }
-  const DeltaBlock at(a, blockIdx.x, parts, kColumns);
+  const DeltaBlock at = DeltaBlock::numbered(a, blockIdx.x, parts, kColumns);
   if (at.begin >= at.end) return;
   if (!at.has_state) {
     pdl_wait();
     zero_rows(a, at, sizes.value_width, kColumns);
     return;
   }
+  if (at.end - at.begin >= most) return;
   // Copies never write beyond the sizes of a head, where q, k and v must be 0.
   float* const words = reinterpret_cast<float*>(ring);
   for (int i = threadIdx.x; i < static_cast<int>(sizeof(ring) / sizeof(float)); i += kThreads) words[i] = 0.f;
@@ -231,29 +232,30 @@ __global__ void __launch_bounds__(kThreads) gated_delta(const GatedDeltaArgs a, 
 }
 
 template <bool kVectors, int kRows>
-cudaError_t launch_delta(const GatedDeltaArgs& a, void* stream) {
+cudaError_t launch_delta(const GatedDeltaArgs& a, int most, void* stream) {
   const int parts = ceil_div(a.value_dim, kColumns);
   const int64_t blocks = static_cast<int64_t>(a.sequences) * a.value_heads * parts;
   if (blocks > INT32_MAX - kPaddingBlocks) return cudaErrorInvalidValue;
   const dim3 grid(static_cast<unsigned>(blocks) + kPaddingBlocks);
-  return launch(gated_delta<kVectors, kRows>, {grid, dim3(kThreads), stream}, a, parts, static_cast<unsigned>(blocks));
+  return launch(gated_delta<kVectors, kRows>, {grid, dim3(kThreads), stream}, a, most, parts,
+                static_cast<unsigned>(blocks));
 }
 
 template <bool kVectors>
-cudaError_t launch_rows(const GatedDeltaArgs& a, void* stream) {
-  if (a.key_dim <= 4 * kGroups) return launch_delta<kVectors, 4>(a, stream);
-  if (a.key_dim <= 8 * kGroups) return launch_delta<kVectors, 8>(a, stream);
-  if (a.key_dim <= 16 * kGroups) return launch_delta<kVectors, 16>(a, stream);
+cudaError_t launch_rows(const GatedDeltaArgs& a, int most, void* stream) {
+  if (a.key_dim <= 4 * kGroups) return launch_delta<kVectors, 4>(a, most, stream);
+  if (a.key_dim <= 8 * kGroups) return launch_delta<kVectors, 8>(a, most, stream);
+  if (a.key_dim <= 16 * kGroups) return launch_delta<kVectors, 16>(a, most, stream);
   return gated_delta_memory(a, stream);
 }
 
 }  // namespace
 
-cudaError_t gated_delta_registers(const GatedDeltaArgs& a, void* stream) {
+cudaError_t gated_delta_registers(const GatedDeltaArgs& a, int most, void* stream) {
   // The offsets of heads in a row are then multiples of 4, too.
   const bool vectors =
       a.key_dim % 4 == 0 && a.value_dim % 4 == 0 && is_aligned(a.mixed) && is_aligned(a.states) && is_aligned(a.out);
-  return vectors ? launch_rows<true>(a, stream) : launch_rows<false>(a, stream);
+  return vectors ? launch_rows<true>(a, most, stream) : launch_rows<false>(a, most, stream);
 }
 
 }  // namespace moe
@@ -262,12 +264,7 @@ cudaError_t gated_delta_registers(const GatedDeltaArgs& a, void* stream) {
 extern "C" int moe_gated_delta(const moe::GatedDeltaArgs* args, void* stream) {
   using namespace moe;
   const GatedDeltaArgs& a = *args;
-  if (a.tokens < 0 || a.sequences < 0 || a.num_states < 0 || a.key_heads <= 0 || a.value_heads <= 0 ||
-      a.value_heads % a.key_heads != 0 || a.key_dim <= 0 || a.value_dim <= 0)
-    return cudaErrorInvalidValue;
-  const int64_t keys = static_cast<int64_t>(a.key_heads) * a.key_dim;
-  const int64_t values = static_cast<int64_t>(a.value_heads) * a.value_dim;
-  if (2 * keys + 2 * values + 2 * static_cast<int64_t>(a.value_heads) > INT32_MAX) return cudaErrorInvalidValue;
+  if (!is_valid(a)) return cudaErrorInvalidValue;
   if (a.tokens == 0) return cudaSuccess;
-  return gated_delta_registers(a, stream);
+  return gated_delta_registers(a, INT32_MAX, stream);
 }

@@ -26,6 +26,16 @@ struct DeltaSizes {
         projected(channels + value_width + 2 * a.value_heads) {}
 };
 
+/// Whether the sizes are within what the kernels index.
+inline bool is_valid(const GatedDeltaArgs& a) {
+  if (a.tokens < 0 || a.sequences < 0 || a.num_states < 0 || a.key_heads <= 0 || a.value_heads <= 0 ||
+      a.value_heads % a.key_heads != 0 || a.key_dim <= 0 || a.value_dim <= 0)
+    return false;
+  const int64_t keys = static_cast<int64_t>(a.key_heads) * a.key_dim;
+  const int64_t values = static_cast<int64_t>(a.value_heads) * a.value_dim;
+  return 2 * keys + 2 * values + 2 * static_cast<int64_t>(a.value_heads) <= INT32_MAX;
+}
+
 /// Where the inputs of one row are.
 struct DeltaRow {
   const float* q;  // [key_dim] of the key head
@@ -44,11 +54,16 @@ struct DeltaBlock {
   bool is_empty;  // whether the state is empty before the first row
   float* state;   // [key_dim, value_dim] of this head
 
-  /// Block number `block` of those whose columns are `parts` to a head. It has rows if begin < end.
-  __device__ __forceinline__ DeltaBlock(const GatedDeltaArgs& a, unsigned block, int parts, int columns) {
-    column = static_cast<int>(block % parts) * columns;
-    head = static_cast<int>(block / parts % a.value_heads);
-    const unsigned sequence = block / parts / a.value_heads;
+  /// Block number `block` of those whose `columns` columns are `parts` to a head.
+  __device__ __forceinline__ static DeltaBlock numbered(const GatedDeltaArgs& a, unsigned block, int parts,
+                                                        int columns) {
+    const unsigned head = block / parts;
+    return {a, head / a.value_heads, static_cast<int>(head % a.value_heads), static_cast<int>(block % parts) * columns};
+  }
+
+  /// The columns of a sequence and value head from `column` on. There are rows if begin < end.
+  __device__ __forceinline__ DeltaBlock(const GatedDeltaArgs& a, unsigned sequence, int head, int column)
+      : head(head), column(column) {
     const uint32_t tokens = static_cast<uint32_t>(a.tokens);
     const uint32_t number = a.numbers[sequence];
     begin = static_cast<int>(min(a.query_start_loc[sequence], tokens));
@@ -79,11 +94,13 @@ struct DeltaGates {
   __device__ __forceinline__ DeltaGates(const GatedDeltaArgs& a, int head)
       : rate(expf(a.a_log[head])), bias(a.dt_bias[head]) {}
 
-  __device__ __forceinline__ float decay(float a) const {
+  __device__ __forceinline__ float decay(float a) const { return expf(log_decay(a)); }
+
+  __device__ __forceinline__ float log_decay(float a) const {
     const float x = a + bias;
     // ln(1 + e^x), which is x where the rest is lost in rounding.
     const float step = x > 20.f ? x : log1pf(expf(x));
-    return expf(-rate * step);
+    return -rate * step;
   }
 
   __device__ __forceinline__ static float beta(float b) { return 1.f / (1.f + expf(-b)); }
@@ -104,8 +121,9 @@ __device__ __forceinline__ void zero_rows(const GatedDeltaArgs& a, const DeltaBl
       a.out[static_cast<size_t>(row) * width + at.head * a.value_dim + at.column + i] = 0.f;
 }
 
-/// The kernel whose state is in registers, for heads of at most 256 key dimensions.
-cudaError_t gated_delta_registers(const GatedDeltaArgs& a, void* stream);
+/// The kernel whose state is in registers, for heads of at most 256 key dimensions. It leaves out sequences that have
+/// states and at least `most` rows.
+cudaError_t gated_delta_registers(const GatedDeltaArgs& a, int most, void* stream);
 
 /// The kernel whose state stays in memory, for heads of any size.
 cudaError_t gated_delta_memory(const GatedDeltaArgs& a, void* stream);

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kAnyThreads) gated_delta(const GatedDeltaArgs 
     zero_padding(a, sizes.value_width, blockIdx.x - blocks);
     return;
   }
-  const DeltaBlock at(a, blockIdx.x, parts, kAnyThreads);
+  const DeltaBlock at = DeltaBlock::numbered(a, blockIdx.x, parts, kAnyThreads);
   if (at.begin >= at.end) return;
   if (!at.has_state) {
     zero_rows(a, at, sizes.value_width, kAnyThreads);

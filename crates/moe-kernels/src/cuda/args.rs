@@ -219,7 +219,7 @@ arguments! {
     }
     GatedDeltaArgs {
         mixed projected a_log dt_bias query_start_loc positions numbers: In, states out: Out,
-        tokens sequences num_states key_heads value_heads key_dim value_dim: i32,
+        tokens sequences num_states key_heads value_heads key_dim value_dim: i32, workspace: Out, chunks: i32,
     }
     GatedNormArgs {
         x z weight: In, out: Out, dtype: Dtype, rows heads dim stride: i32, eps: f32,

@@ -1,11 +1,13 @@
-//! Linear attention by the gated delta rule on CUDA (`cuda/delta/*.cu`): f32, any sizes, element-aligned views.
+//! Linear attention by the gated delta rule on CUDA (`cuda/delta/*.cu`): f32, any sizes, element-aligned views. Prompts
+//! of models in bf16 have a form of their own.
 
-use candle_core::Result;
+use candle_core::{DType, Result};
 
 use super::args::{CausalConvArgs, Dtype, GatedDeltaArgs, GatedNormArgs};
-use super::{ffi, small};
+use super::{aligned, ffi, small};
 use crate::exec::Exec;
 use crate::operands::{CausalConv, GatedDelta, GatedRmsNorm};
+use crate::plan::{DeltaCall, DeltaForm, Form};
 use crate::view::ViewMut;
 
 // SAFETY of every call below: the op has checked dims and dtypes, so each pointer covers as many elements as the
@@ -39,6 +41,20 @@ pub(crate) fn causal_conv(args: &CausalConv, mut states: ViewMut, mut out: ViewM
 pub(crate) fn gated_delta(args: &GatedDelta, mut states: ViewMut, mut out: ViewMut, ex: &Exec) -> Result<()> {
     let op = "gated_delta";
     let cuda = ex.cuda("gated_delta")?;
+    let call = DeltaCall {
+        prompt_rows: args.prompt_rows,
+        heads: args.heads,
+        dtype: args.dtype,
+        aligned: aligned(&[args.mixed, states.as_view(), out.as_view()]),
+    };
+    let form = DeltaForm::choose(&call, &ex.machine()).unwrap_or(DeltaForm::Rows);
+    let chunks = call.chunks(args.mixed.rows(), args.rows.states.elem_count());
+    let mut workspace = match form {
+        DeltaForm::Chunks => Some(ex.scratch(DType::U8, &[chunks, call.chunk_bytes()])?),
+        DeltaForm::Rows => None,
+    };
+    let mut workspace = workspace.as_mut().map(|scratch| scratch.view_mut());
+    ex.launched(|| form.name());
     let raw = GatedDeltaArgs {
         mixed: cuda.read(op, "mixed", args.mixed)?,
         projected: cuda.read(op, "projected", args.projected)?,
@@ -56,9 +72,16 @@ pub(crate) fn gated_delta(args: &GatedDelta, mut states: ViewMut, mut out: ViewM
         value_dim: small(op, args.heads.value_dim)?,
         states: cuda.write(op, "states", &mut states)?,
         out: cuda.write(op, "out", &mut out)?,
+        workspace: cuda.write_or_null(op, "workspace", workspace.as_mut())?,
+        chunks: small(op, chunks)?,
     };
-    // SAFETY: see above.
-    cuda.check(op, unsafe { ffi::moe_gated_delta(&raw, cuda.raw()?) })
+    // SAFETY: see above; the workspace has room for the operands of as many chunks.
+    cuda.check(op, unsafe {
+        match form {
+            DeltaForm::Chunks => ffi::moe_gated_delta_chunks(&raw, cuda.raw()?),
+            DeltaForm::Rows => ffi::moe_gated_delta(&raw, cuda.raw()?),
+        }
+    })
 }
 
 /// See [`crate::gated_rms_norm_into`].

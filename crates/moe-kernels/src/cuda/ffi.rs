@@ -108,6 +108,7 @@ launchers! {
     // linear attention; pointers aligned to elements
     moe_causal_conv(args: *const CausalConvArgs);
     moe_gated_delta(args: *const GatedDeltaArgs);
+    moe_gated_delta_chunks(args: *const GatedDeltaArgs);
     moe_gated_rms_norm(args: *const GatedNormArgs);
 
     // sampling

@@ -1,5 +1,7 @@
 //! Arguments of linear attention by the gated delta rule.
 
+use candle_core::DType;
+
 use crate::view::{View, ViewMut};
 
 /// The heads of a layer, and where they are in a row of its input product.
@@ -86,6 +88,10 @@ pub struct GatedDelta<'a> {
     pub dt_bias: View<'a>,
     /// The rows of the sequences.
     pub rows: StateRows<'a>,
+    /// How many rows of the step are rows of prompts, and not the one new row of a sequence.
+    pub prompt_rows: usize,
+    /// Dtype of the model. With bf16 a GPU may round the keys and queries of prompts to bf16.
+    pub dtype: DType,
 }
 
 /// Arguments of [`gated_rms_norm_into`](crate::gated_rms_norm_into).

@@ -149,7 +149,8 @@ impl Conv<'_> {
 /// out = q · S
 /// ```
 ///
-/// Rows that belong to no sequence (padding) are zeroed. Arithmetic is f32.
+/// Rows that belong to no sequence (padding) are zeroed. Arithmetic is f32, but for prompts of models in bf16 on a GPU
+/// ([`plan::DeltaForm`](crate::plan::DeltaForm)).
 ///
 /// | argument | shape, dtype |
 /// |---|---|
@@ -183,7 +184,6 @@ pub fn gated_delta_into(
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         super::state_rows::check_rows(op, &args.rows, t)?;
-        ex.launched(|| op);
         return crate::cuda::delta::gated_delta(args, states, out, ex);
     }
     let sequences = check_sequences(op, &args.rows, t, num_states)?;

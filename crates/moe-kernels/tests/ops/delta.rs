@@ -1,6 +1,6 @@
 //! Linear attention by the gated delta rule against its definition in f64, and in parts against itself as a whole.
 
-use candle_core::Result;
+use candle_core::{DType, Result};
 use half::bf16;
 use moe_kernels::{
     CausalConv, CpuIsa, DeltaHeads, Exec, Float, GatedDelta, GatedRmsNorm, StateArrays, StateRows, View,
@@ -103,6 +103,8 @@ fn step<T: Float>(
         a_log: view(&layer.a_log, &[HEADS.value_heads]),
         dt_bias: view(&layer.dt_bias, &[HEADS.value_heads]),
         rows: rows_of,
+        prompt_rows: t,
+        dtype: DType::F32,
     };
     let dims = [STATES, HEADS.value_heads, HEADS.key_dim, HEADS.value_dim];
     let delta_states = ViewMut::new(&mut states.delta, &dims)?;

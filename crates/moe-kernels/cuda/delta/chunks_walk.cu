@@ -1,0 +1,335 @@
+// The gated delta rule in chunks: the states (chunks.cuh). A block has 32 columns of a value head of one sequence, with
+// its state in f32 in the registers of its warps, and goes through the chunks of the sequence.
+//
+// A warp has 16 rows of a chunk, and 32 rows of the state. Operands that do not depend on the state come from the
+// workspace in the order of registers, some products before they are used. The others (the state itself, R and D) are
+// exchanged in shared memory, as upper and lower digits: three barriers a chunk.
+//
+// Floor: a block reads 76 KB of a chunk, most of it from L2, where the four blocks of a head and the heads that share a
+// key head find the same bytes: 1.25 GB for 8,192 rows of 32 heads of 128 columns. Their products take 0.13 ms at the
+// rate of mma.sync.
+#include "delta/chunks.cuh"
+
+namespace moe::delta_chunks {
+namespace {
+
+/// Columns of a block, and their tiles of 8.
+constexpr int kColumns = 32;
+constexpr int kTiles = kColumns / 8;
+/// Steps of 16 of a sum over key dimensions, and over the rows of a chunk.
+constexpr int kKeySteps = kKeyDim / 16;
+constexpr int kRowSteps = kRows / 16;
+
+/// Rows of kColumns numbers in shared memory, as upper and lower digits. The four 16-byte parts of a row change places,
+/// so that the same part of 8 rows is in different banks.
+template <int kCount>
+struct Digits {
+  bf16 at[2][kCount * kColumns];
+
+  __device__ __forceinline__ static int place(int row, int part) { return row * kColumns + (part ^ (row / 2 % 4)) * 8; }
+
+  /// Stores columns 8 part + 2 t and the next one, t = lane % 4.
+  __device__ __forceinline__ void store(int row, int part, float x, float y) {
+    const int to = place(row, part) + threadIdx.x % 4 * 2;
+    const Split split(x, y);
+    *reinterpret_cast<uint32_t*>(&at[0][to]) = split.high;
+    *reinterpret_cast<uint32_t*>(&at[1][to]) = split.low;
+  }
+
+  /// Rows 16 step to 16 step + 15 as the second operand, for each tile of 8 columns.
+  __device__ __forceinline__ void load(uint32_t (&b)[kTiles][2], int digits, int step) const {
+    const int lane = threadIdx.x % 32, i = lane / 8, row = step * 16 + i % 2 * 8 + lane % 8;
+#pragma unroll
+    for (int pair = 0; pair < kTiles / 2; ++pair) {
+      uint32_t m[4];
+      ldmatrix_x4_trans(m, &at[digits][place(row, pair * 2 + i / 2)]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) b[pair * 2 + j / 2][j % 2] = m[j];
+    }
+  }
+};
+
+struct alignas(16) Shared {
+  Digits<kKeyDim> state;
+  Digits<kRows> missing;   // R
+  Digits<kRows> written;   // D
+  Digits<kRows> decaying;  // diag(e^(G_last - G)) D
+};
+
+/// 16 rows and kColumns columns: lane 4g + t holds columns 8n + 2t and 8n + 2t + 1 of row g, then of row g + 8.
+struct Tile {
+  float at[kTiles][4] = {};
+
+  __device__ __forceinline__ void add(const Vec16& a, const uint32_t (&b)[kTiles][2]) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) mma_bf16(at[n], a.word, b[n][0], b[n][1]);
+  }
+
+  /// Adds the products of 16 rows with all rows of an operand.
+  template <int kSteps>
+  __device__ __forceinline__ void add_steps(const Vec16 (&a)[kSteps], const Digits<16 * kSteps>& from) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int digits = 1; digits >= 0; --digits) {
+        uint32_t b[kTiles][2];
+        from.load(b, digits, step);
+        add(a[step], b);
+      }
+  }
+
+  /// Adds the products of the digits of both operands, but that of both lower ones.
+  template <int kCount>
+  __device__ __forceinline__ void add_digits(const Vec16 (&a)[2], const Digits<kCount>& from, int step) {
+    uint32_t b[kTiles][2];
+    from.load(b, 1, step);
+    add(a[0], b);
+    from.load(b, 0, step);
+    add(a[1], b);
+    add(a[0], b);
+  }
+};
+
+/// Loads 16 bytes of the workspace. Unlike loads of constant data these stay after the barrier before them, so that no
+/// more registers wait for data than there are.
+__device__ __forceinline__ Vec16 load_tile(const Vec16* from) {
+  const uint4 v = *reinterpret_cast<const uint4*>(from);
+  return {{v.x, v.y, v.z, v.w}};
+}
+
+/// The 16 rows of q or k of a warp.
+__device__ __forceinline__ void load_rows(Vec16 (&to)[kKeySteps], const Vec16 (*from)[kKeySteps][32]) {
+#pragma unroll
+  for (int step = 0; step < kKeySteps; ++step) to[step] = load_tile(&from[threadIdx.x / 32][step][threadIdx.x % 32]);
+}
+
+/// What a warp needs at the beginning of a chunk.
+struct Keys {
+  Vec16 k[kKeySteps];
+  float2 v[kTiles][2];
+  float decay[2], rest[2], last;  // of rows g and g + 8; of the last row
+
+  /// `v`: the columns of this lane in row g of the warp.
+  __device__ __forceinline__ void load(const KeyPart& keys, const ValuePart& part, const float* from, int stride,
+                                       int rows) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    load_rows(k, keys.k);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = warp * 16 + lane / 4 + 8 * h;
+      decay[h] = part.decay[row];
+      rest[h] = part.rest[row];
+      const float* own = from + static_cast<size_t>(8 * h) * stride;
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n)
+        v[n][h] = row < rows ? *reinterpret_cast<const float2*>(own + n * 8) : float2{0.f, 0.f};
+    }
+    last = part.decay[kRows - 1];
+  }
+};
+
+/// The tiles of a warp's 16 rows of a triangle, upper and lower digits; those after the diagonal are not loaded.
+struct Triangle {
+  Vec16 at[kRowSteps][2];
+
+  __device__ __forceinline__ void load(const Vec16 (&from)[2][kTriangle][32]) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int step = 0; step < kRowSteps; ++step)
+      if (step <= warp)
+#pragma unroll
+        for (int digits = 0; digits < 2; ++digits)
+          at[step][digits] = load_tile(&from[digits][triangle(warp, step)][lane]);
+  }
+
+  /// sum += this product.
+  __device__ __forceinline__ void multiply(Tile& sum, const Digits<kRows>& by) const {
+    const int warp = threadIdx.x / 32;
+#pragma unroll
+    for (int step = 0; step < kRowSteps; ++step)
+      if (step <= warp) sum.add_digits(at[step], by, step);
+  }
+};
+
+/// The 32 rows of the state of a warp.
+struct State {
+  Tile at[2];
+
+  /// Calls f(i, h, n, row) for each pair of neighbouring columns of the lane: at[i].at[n][2 h] and the next one.
+  template <class F>
+  __device__ __forceinline__ static void each(F f) {
+    const int first = threadIdx.x / 32 * 32 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) f(i, h, n, first + 16 * i + 8 * h);
+  }
+
+  /// `from`: column 2t of the block's in row 0, t = lane % 4.
+  __device__ __forceinline__ void load(const float* from, int stride) {
+    each([&](int i, int h, int n, int row) {
+      const float2 x = *reinterpret_cast<const float2*>(from + static_cast<size_t>(row) * stride + n * 8);
+      at[i].at[n][2 * h] = x.x;
+      at[i].at[n][2 * h + 1] = x.y;
+    });
+  }
+
+  __device__ __forceinline__ void store(float* to, int stride) const {
+    each([&](int i, int h, int n, int row) {
+      const float2 x = {at[i].at[n][2 * h], at[i].at[n][2 * h + 1]};
+      *reinterpret_cast<float2*>(to + static_cast<size_t>(row) * stride + n * 8) = x;
+    });
+  }
+
+  __device__ __forceinline__ void share(Digits<kKeyDim>& to) const {
+    each([&](int i, int h, int n, int row) { to.store(row, n, at[i].at[n][2 * h], at[i].at[n][2 * h + 1]); });
+  }
+
+  /// Decays by the whole chunk and adds what its keys write.
+  __device__ __forceinline__ void advance(float decay, const Vec16 (&k_columns)[2][kRowSteps],
+                                          const Digits<kRows>& decaying) {
+    each([&](int i, int h, int n, int) {
+      at[i].at[n][2 * h] *= decay;
+      at[i].at[n][2 * h + 1] *= decay;
+    });
+#pragma unroll
+    for (int step = 0; step < kRowSteps; ++step)
+#pragma unroll
+      for (int digits = 1; digits >= 0; --digits) {
+        uint32_t b[kTiles][2];
+        decaying.load(b, digits, step);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) at[i].add(k_columns[i][step], b);
+      }
+  }
+};
+
+__global__ void __launch_bounds__(kThreads, 2) delta_walk_chunks(const GatedDeltaArgs a, int first, int parts) {
+  __shared__ Shared shared;
+  pdl_wait();
+  const int column = static_cast<int>(blockIdx.x) % parts * kColumns;
+  const int head = static_cast<int>(blockIdx.x) / parts % a.value_heads;
+  const ChunkedSequence sequence = find_sequence<false>(a, static_cast<int>(blockIdx.x) / parts / a.value_heads);
+  if (sequence.number < 0) return;
+  // The chunks of this sequence that are in the workspace.
+  const int begin = max(first - sequence.before, 0);
+  const int end = min(first + a.chunks - sequence.before, sequence.chunks);
+  if (begin >= end) return;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const DeltaSizes sizes(a);
+  const DeltaBlock at(a, sequence.number, head, column);
+  const int rows = at.end - at.begin, key_head = head / (a.value_heads / a.key_heads);
+  float* const place = at.state + column + 2 * t;
+  State state;
+  if (begin > 0 || !at.is_empty) state.load(place, a.value_dim);
+  const auto keys_of = [&](int chunk) -> const KeyPart& {
+    return *key_part(a, sequence.before + chunk - first, key_head);
+  };
+  const auto part_of = [&](int chunk) -> const ValuePart& {
+    return *value_part(a, sequence.before + chunk - first, head);
+  };
+  Keys keys;
+  const auto load_keys = [&](int chunk) {
+    const int row = min(chunk * kRows + warp * 16 + g, rows - 1);
+    const float* v = at.row(a, sizes, at.begin + row).v + column + 2 * t;
+    keys.load(keys_of(chunk), part_of(chunk), v, sizes.channels, rows - chunk * kRows);
+  };
+  load_keys(begin);
+  state.share(shared.state);
+  __syncthreads();
+  for (int chunk = begin; chunk < end; ++chunk) {
+    const ValuePart& part = part_of(chunk);
+    Triangle inverse;
+    inverse.load(part.inverse);
+    Vec16 q[kKeySteps];
+    load_rows(q, keys_of(chunk).q);
+    Tile held;  // K S
+    held.add_steps(keys.k, shared.state);
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        const float decay = keys.decay[h];
+        const float2 v = keys.v[n][h];
+        shared.missing.store(warp * 16 + g + 8 * h, n, v.x - decay * held.at[n][2 * h],
+                             v.y - decay * held.at[n][2 * h + 1]);
+      }
+    __syncthreads();  // R is complete
+    Tile out;
+    out.add_steps(q, shared.state);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) out.at[n][e] *= keys.decay[e / 2] * kScale;
+    Vec16 k_columns[2][kRowSteps];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int step = 0; step < kRowSteps; ++step)
+        k_columns[i][step] = load_tile(&keys_of(chunk).k_columns[warp * 2 + i][step][lane]);
+    Tile written;
+    inverse.multiply(written, shared.missing);
+    Triangle scores;
+    scores.load(part.scores);
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        const int row = warp * 16 + g + 8 * h;
+        const float x = written.at[n][2 * h], y = written.at[n][2 * h + 1];
+        shared.written.store(row, n, x, y);
+        shared.decaying.store(row, n, x * keys.rest[h], y * keys.rest[h]);
+      }
+    const float decay = keys.last;
+    __syncthreads();  // D is complete, and R and S have been read
+    state.advance(decay, k_columns, shared.decaying);
+    load_keys(min(chunk + 1, end - 1));  // without a branch, which would cost registers
+    state.share(shared.state);
+    scores.multiply(out, shared.written);
+    float* const to = a.out + static_cast<size_t>(at.begin) * sizes.value_width + head * a.value_dim + column + 2 * t;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = chunk * kRows + warp * 16 + g + 8 * h;
+      if (row >= rows) continue;
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n)
+        *reinterpret_cast<float2*>(to + static_cast<size_t>(row) * sizes.value_width + n * 8) = {out.at[n][2 * h],
+                                                                                                 out.at[n][2 * h + 1]};
+    }
+    __syncthreads();  // S is complete, and D has been read
+  }
+  state.store(place, a.value_dim);
+}
+
+}  // namespace
+
+cudaError_t walk_chunks(const GatedDeltaArgs& a, int first, void* stream) {
+  const int parts = a.value_dim / kColumns;
+  const int64_t blocks = static_cast<int64_t>(min(a.sequences, a.tokens / kRows)) * a.value_heads * parts;
+  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  return launch(delta_walk_chunks, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads), stream}, a, first, parts);
+}
+
+}  // namespace moe::delta_chunks
+
+/// Computes `out` and the states of the sequences that have rows: heads of 128 key dimensions and a multiple of 32
+/// value dimensions, and 16-byte aligned arrays.
+extern "C" int moe_gated_delta_chunks(const moe::GatedDeltaArgs* args, void* stream) {
+  using namespace moe;
+  using namespace moe::delta_chunks;
+  const GatedDeltaArgs& a = *args;
+  const bool aligned = is_aligned(a.mixed) && is_aligned(a.states) && is_aligned(a.out) && is_aligned(a.workspace);
+  if (!is_valid(a) || a.key_dim != kKeyDim || a.value_dim % kColumns != 0 || !aligned || a.chunks <= 0)
+    return cudaErrorInvalidValue;
+  if (a.tokens == 0) return cudaSuccess;
+  cudaError_t e = gated_delta_registers(a, kRows, stream);
+  // Each sequence in chunks has at least 64 rows, and one chunk that is not full.
+  const int most = a.tokens / kRows + min(a.sequences, a.tokens / kRows);
+  for (int first = 0; first < most && e == cudaSuccess; first += a.chunks) {
+    e = prepare_chunks(a, first, stream);
+    if (e == cudaSuccess) e = walk_chunks(a, first, stream);
+  }
+  return e;
+}
