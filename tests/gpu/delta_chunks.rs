@@ -100,7 +100,6 @@ fn rows_of((parts, padding): &(Vec<Part>, usize)) -> usize {
 }
 
 #[test]
-#[ignore = "no plan chooses chunks: they are not right on an H200"]
 fn chunks_compute_the_rule_of_rows() {
     let mut rng = Rng::new();
     for heads in small(HEADS, 5000, |heads| heads.key_dim * heads.value_dim) {
@@ -116,7 +115,6 @@ fn chunks_compute_the_rule_of_rows() {
 
 /// Keys and queries are rounded to bf16, which the state shows.
 #[test]
-#[ignore = "no plan chooses chunks: they are not right on an H200"]
 fn chunks_round_keys_and_queries_alone() {
     let mut rng = Rng::new();
     for heads in small(HEADS, 5000, |heads| heads.key_dim * heads.value_dim) {
@@ -131,7 +129,6 @@ fn chunks_round_keys_and_queries_alone() {
 
 /// A sequence whose state does not exist reads and writes nothing, however long it is.
 #[test]
-#[ignore = "no plan chooses chunks: they are not right on an H200"]
 fn prompts_without_a_state_are_zeros() {
     let mut rng = Rng::new();
     let heads = HEADS[1];
@@ -155,7 +152,6 @@ fn prompts_without_a_state_are_zeros() {
 /// A prompt that is cut at multiples of 64 rows has the bits of the whole, whatever is next to it. The whole has more
 /// chunks than the memory between the launches has room for.
 #[test]
-#[ignore = "no plan chooses chunks: they are not right on an H200"]
 fn prompts_cut_at_chunks_have_the_bits_of_the_whole() {
     let mut rng = Rng::new();
     let (heads, all) = if tiny() { (heads(1, 1, 128, 32), 256) } else { (heads(64, 64, 128, 32), 4100) };

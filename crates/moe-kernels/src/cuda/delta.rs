@@ -48,7 +48,7 @@ pub(crate) fn gated_delta(args: &GatedDelta, mut states: ViewMut, mut out: ViewM
         aligned: aligned(&[args.mixed, states.as_view(), out.as_view()]),
     };
     let form = DeltaForm::choose(&call, &ex.machine()).unwrap_or(DeltaForm::Rows);
-    let chunks = call.chunks(args.mixed.rows(), args.rows.states.elem_count());
+    let chunks = call.chunks(args.mixed.rows());
     let mut workspace = match form {
         DeltaForm::Chunks => Some(ex.scratch(DType::U8, &[chunks, call.chunk_bytes()])?),
         DeltaForm::Rows => None,

@@ -39,8 +39,7 @@ pub struct DeltaCall {
 #[non_exhaustive]
 pub enum DeltaForm {
     /// Sequences with at least 64 rows in the step in chunks of 64 rows on tensor cores, the others row after row
-    /// (`gated_delta_chunks`). A row's bits are not the same in both. No plan chooses it, because its kernels gave
-    /// wrong results on an H200.
+    /// (`gated_delta_chunks`). A row's bits are not the same in both.
     Chunks,
     /// Row after row, on CUDA or on the CPU.
     Rows,
@@ -63,24 +62,17 @@ impl Form for DeltaForm {
             return Ok(());
         }
         machine.expect_gpu()?;
-        chunks_fit(call, machine)?;
-        // On an H200 the kernels gave other results than rows (the ignored tests of tests/gpu).
-        Err(Reason::Part { part: "chunks, whose kernels are not right yet" })
+        machine.expect_batch_variant()?;
+        // Keys are rounded to bf16.
+        expect_bf16(call.dtype)?;
+        let DeltaHeads { key_dim, value_dim, .. } = call.heads;
+        if !KEY_DIMS.contains(&key_dim) {
+            return Err(Reason::OneOf { dimension: "key_dim", accepted: KEY_DIMS, got: key_dim });
+        }
+        expect_steps("value_dim", value_dim, COLUMNS)?;
+        expect_rows(CHUNK.., call.prompt_rows)?;
+        if call.aligned { Ok(()) } else { Err(Reason::Alignment) }
     }
-}
-
-/// Whether the kernels of chunks are made for a step, or the reason why not.
-fn chunks_fit(call: &DeltaCall, machine: &Machine) -> Result<(), Reason> {
-    machine.expect_batch_variant()?;
-    // Keys are rounded to bf16.
-    expect_bf16(call.dtype)?;
-    let DeltaHeads { key_dim, value_dim, .. } = call.heads;
-    if !KEY_DIMS.contains(&key_dim) {
-        return Err(Reason::OneOf { dimension: "key_dim", accepted: KEY_DIMS, got: key_dim });
-    }
-    expect_steps("value_dim", value_dim, COLUMNS)?;
-    expect_rows(CHUNK.., call.prompt_rows)?;
-    if call.aligned { Ok(()) } else { Err(Reason::Alignment) }
 }
 
 impl DeltaCall {
@@ -90,13 +82,11 @@ impl DeltaCall {
         self.heads.key_heads * KEY_BYTES + self.heads.value_heads * VALUE_BYTES
     }
 
-    /// The number of chunks of a pass over a step of `rows` rows, `sequences` of them at most with a chunk that is not
-    /// full.
+    /// The number of chunks of a pass over a step of `rows` rows. With the fewest rows, each sequence has two chunks, so
+    /// there is no need to know the sequences, and no step needs more memory than the one with the most rows.
     #[cfg(any(feature = "cuda", test))]
-    pub(crate) fn chunks(&self, rows: usize, sequences: usize) -> usize {
-        let full = rows / CHUNK;
-        let all = full + sequences.min(full);
-        all.min(WORKSPACE / self.chunk_bytes()).max(1)
+    pub(crate) fn chunks(&self, rows: usize) -> usize {
+        (rows / CHUNK * 2).min(WORKSPACE / self.chunk_bytes()).max(1)
     }
 }
 
@@ -113,18 +103,17 @@ mod tests {
     };
 
     #[test]
-    fn chunks_are_made_for_long_prompts_of_models_in_bf16_and_chosen_by_no_plan() {
+    fn long_prompts_of_models_in_bf16_are_computed_in_chunks() {
         let form = |call: DeltaCall, machine: &Machine| DeltaForm::choose(&call, machine);
-        let fit = |call: DeltaCall, machine: &Machine| chunks_fit(&call, machine).is_ok();
         let hopper = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
         let later = Gpu::new((12, 0), 101_376, 170).unwrap();
         for gpu in [Gpu::HOPPER, Gpu::ampere(), later] {
             let machine = Machine { gpu: Some(gpu), ..Machine::default() };
-            assert!(fit(CALL, &machine));
+            assert_eq!(form(CALL, &machine), Some(DeltaForm::Chunks));
+        }
+        for machine in [Machine { batch_invariant: true, ..hopper }, Machine::default()] {
             assert_eq!(form(CALL, &machine), Some(DeltaForm::Rows));
         }
-        assert!(!fit(CALL, &Machine { batch_invariant: true, ..hopper }));
-        assert_eq!(form(CALL, &Machine::default()), Some(DeltaForm::Rows));
         for other in [
             DeltaCall { prompt_rows: 63, ..CALL },
             DeltaCall { dtype: DType::F32, ..CALL },
@@ -133,18 +122,18 @@ mod tests {
             DeltaCall { heads: DeltaHeads { value_dim: 48, ..CALL.heads }, ..CALL },
             DeltaCall { aligned: false, ..CALL },
         ] {
-            assert!(!fit(other, &hopper), "{other:?}");
+            assert_eq!(form(other, &hopper), Some(DeltaForm::Rows), "{other:?}");
         }
     }
 
     #[test]
     fn a_pass_has_as_many_chunks_as_memory_allows() {
-        assert_eq!(CALL.chunks(64, 1), 2);
-        assert_eq!(CALL.chunks(130, 9), 4);
-        assert_eq!(CALL.chunks(8192, 1), 129);
-        let most = CALL.chunks(16_384, 4);
+        assert_eq!(CALL.chunks(64), 2);
+        assert_eq!(CALL.chunks(130), 4);
+        let most = CALL.chunks(8192);
+        assert_eq!(CALL.chunks(16_384), most);
         assert!(most * CALL.chunk_bytes() <= WORKSPACE && (most + 1) * CALL.chunk_bytes() > WORKSPACE);
         let wide = DeltaHeads { key_heads: 1 << 20, value_heads: 1 << 20, ..CALL.heads };
-        assert_eq!(DeltaCall { heads: wide, ..CALL }.chunks(8192, 1), 1);
+        assert_eq!(DeltaCall { heads: wide, ..CALL }.chunks(8192), 1);
     }
 }
