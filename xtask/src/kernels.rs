@@ -48,7 +48,6 @@ const ALLOWED_SPILLS: &[(&str, &str)] = &[
         "one word of the warps that multiply, after the loop over stages, once per work tile; by row also two words of the warp that loads",
     ),
     ("dequantise<", "a word around the subroutine of a 64-bit division, once before the loop"),
-    ("delta_prepare_chunks", "some words in the code for 8.x, next to a column of an inverse in registers"),
     ("quant_product<", "up to ten words, in the tier \"any\", which is not made for speed"),
 ];
 

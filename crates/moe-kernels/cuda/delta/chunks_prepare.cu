@@ -1,5 +1,5 @@
-// What the chunks of the gated delta rule need that does not depend on a state (chunks.cuh): a block for each chunk and
-// key head, and for the value heads that share it.
+// What the chunks of the gated delta rule need that does not depend on a state (chunks.cuh): a block for each chunk,
+// key head, and two of the value heads that share it. The first of them stores the keys and queries.
 //
 // A warp has 16 rows of the chunk. The inverse of a unit triangle is computed in f32 by columns: a thread has a column
 // in registers and eliminates it, two warps a value head. No sum of it is large, for the product of the steps of the
@@ -16,10 +16,10 @@ namespace {
 constexpr int kStride = kKeyDim + 8;
 /// The same for a triangle in f32, whose columns are 16-byte aligned.
 constexpr int kColumn = kRows + 4;
-/// Value heads that are computed at the same time.
+/// Value heads of a block.
 constexpr int kHeads = kWarps / 2;
 
-/// Gates of the rows of a chunk: the sums of the logarithms of their decays, as two numbers, and beta.
+/// Gates of the rows of a chunk: the sums of the logarithms of their decays to base 2, as two numbers, and beta.
 struct Gates {
   float high[kRows], low[kRows], beta[kRows];
 
@@ -43,32 +43,33 @@ struct Chunk {
   int rows;   // the others are zeros
 };
 
-/// Loads 16 rows of q or k, divides them by their lengths and rounds them.
-__device__ __forceinline__ void load_units(bf16 (*to)[kStride], const float* from, int stride, int rows) {
-  const int lane = threadIdx.x % 32, tile = threadIdx.x / 32 * 16;
-#pragma unroll 8
-  for (int row = tile; row < tile + 16; ++row) {
-    Columns<4> x = Columns<4>::zeros();
-    if (row < rows) x = Columns<4>::load(from + static_cast<size_t>(row) * stride + lane * 4);
-    float squares = 0;
-#pragma unroll
-    for (const float v : x.at) squares = fmaf(v, v, squares);
-    const float unit = 1.f / sqrtf(warp_sum(squares) + kUnitEps);
-    const uint2 words = {pack_bf16(x.at[0] * unit, x.at[1] * unit), pack_bf16(x.at[2] * unit, x.at[3] * unit)};
-    *reinterpret_cast<uint2*>(&to[row][lane * 4]) = words;
-  }
-}
+/// The 16 rows of q or k of a warp, four columns a lane.
+struct Rows {
+  Columns<4> at[16];
 
-/// The 16 rows of a warp as the first operand, stored on the way.
-__device__ __forceinline__ void store_rows(Vec16 (&tiles)[kKeyDim / 16], const bf16 (*from)[kStride],
-                                           Vec16 (*to)[kKeyDim / 16][32]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  __device__ __forceinline__ void load(const float* from, int stride, int rows) {
+    const int lane = threadIdx.x % 32, tile = threadIdx.x / 32 * 16;
 #pragma unroll
-  for (int step = 0; step < kKeyDim / 16; ++step) {
-    ldmatrix_x4(tiles[step].word, &from[warp * 16 + lane % 16][step * 16 + lane / 16 * 8]);
-    to[warp][step][lane] = tiles[step];
+    for (int i = 0; i < 16; ++i)
+      at[i] = tile + i < rows ? Columns<4>::load(from + static_cast<size_t>(tile + i) * stride + lane * 4)
+                              : Columns<4>::zeros();
   }
-}
+
+  /// Divides them by their lengths and rounds them.
+  __device__ __forceinline__ void store_units(bf16 (*to)[kStride]) const {
+    const int lane = threadIdx.x % 32, tile = threadIdx.x / 32 * 16;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const Columns<4>& x = at[i];
+      float squares = 0;
+#pragma unroll
+      for (const float v : x.at) squares = fmaf(v, v, squares);
+      const float unit = 1.f / sqrtf(warp_sum(squares) + kUnitEps);
+      const uint2 words = {pack_bf16(x.at[0] * unit, x.at[1] * unit), pack_bf16(x.at[2] * unit, x.at[3] * unit)};
+      *reinterpret_cast<uint2*>(&to[tile + i][lane * 4]) = words;
+    }
+  }
+};
 
 /// The transposed keys: a warp stores two tiles of 16 key dimensions.
 __device__ __forceinline__ void store_columns(const bf16 (*k)[kStride], Vec16 (*to)[kRows / 16][32]) {
@@ -91,20 +92,27 @@ struct Products {
   float k[kRows / 8][4] = {};
   float q[kRows / 8][4] = {};
 
-  __device__ __forceinline__ void add(const Vec16 (&k_rows)[kKeyDim / 16], const Vec16 (&q_rows)[kKeyDim / 16],
-                                      const bf16 (*keys)[kStride]) {
+  /// `to`: where these rows are stored as first operands, or null.
+  __device__ __forceinline__ void add(const bf16 (*keys)[kStride], const bf16 (*queries)[kStride], KeyPart* to) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, i = lane / 8, r = lane % 8;
 #pragma unroll
-    for (int pair = 0; pair < kRows / 16; ++pair) {
-      if (pair > warp) break;
+    for (int step = 0; step < kKeyDim / 16; ++step) {
+      Vec16 k_rows, q_rows;
+      ldmatrix_x4(k_rows.word, &keys[warp * 16 + lane % 16][step * 16 + lane / 16 * 8]);
+      ldmatrix_x4(q_rows.word, &queries[warp * 16 + lane % 16][step * 16 + lane / 16 * 8]);
+      if (to != nullptr) {
+        to->k[warp][step][lane] = k_rows;
+        to->q[warp][step][lane] = q_rows;
+      }
 #pragma unroll
-      for (int step = 0; step < kKeyDim / 16; ++step) {
+      for (int pair = 0; pair < kRows / 16; ++pair) {
+        if (pair > warp) break;
         uint32_t b[4];
         ldmatrix_x4(b, &keys[pair * 16 + i / 2 * 8 + r][step * 16 + i % 2 * 8]);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          mma_bf16(k[2 * pair + half], k_rows[step].word, b[2 * half], b[2 * half + 1]);
-          mma_bf16(q[2 * pair + half], q_rows[step].word, b[2 * half], b[2 * half + 1]);
+          mma_bf16(k[2 * pair + half], k_rows.word, b[2 * half], b[2 * half + 1]);
+          mma_bf16(q[2 * pair + half], q_rows.word, b[2 * half], b[2 * half + 1]);
         }
       }
     }
@@ -140,17 +148,18 @@ __device__ __forceinline__ void compute_gates(Gates& gates, ValuePart& part, con
     const double other = __shfl_up_sync(0xffffffffu, before, distance);
     if (lane >= distance) before += other;
   }
+  constexpr double kLog2 = 1.4426950408889634;  // of e
   const double last = __shfl_sync(0xffffffffu, before, 31);
   before -= sum[1];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const double all = before + sum[i];
+    const double all = (before + sum[i]) * kLog2;
     const int row = 2 * lane + i;
     const float high = static_cast<float>(all);
     gates.high[row] = high;
     gates.low[row] = static_cast<float>(all - high);
-    part.decay[row] = expf(high);
-    part.rest[row] = expf(static_cast<float>(last - all));
+    part.decay[row] = exp2_approx(high);
+    part.rest[row] = exp2_approx(static_cast<float>(last * kLog2 - all));
   }
 }
 
@@ -172,7 +181,7 @@ __device__ __forceinline__ void scale_products(const Products& products, const G
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int j = n * 8 + 2 * t + e;
-          const float decay = j <= i ? expf(gates.between(i, j)) : 0.f;
+          const float decay = j <= i ? exp2_approx(gates.between(i, j)) : 0.f;
           triangle_a[j][i] = j < i ? gates.beta[i] * products.k[n][2 * h + e] * decay : 0.f;
           score[e] = j <= i ? products.q[n][2 * h + e] * (decay * kScale) : 0.f;
         }
@@ -239,50 +248,52 @@ __device__ __forceinline__ void store_inverse(const float (*rows)[kColumn], Valu
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 3) delta_prepare_chunks(const GatedDeltaArgs a, int first) {
+/// `groups`: blocks that share a key head and chunk.
+__global__ void __launch_bounds__(kThreads, 4) delta_prepare_chunks(const GatedDeltaArgs a, int first, int groups) {
   __shared__ Shared shared;
   pdl_wait();
-  const int number = static_cast<int>(blockIdx.x) / a.key_heads, key_head = static_cast<int>(blockIdx.x) % a.key_heads;
+  const int group = static_cast<int>(blockIdx.x) % groups;
+  const int key_head = static_cast<int>(blockIdx.x) / groups % a.key_heads;
+  const int number = static_cast<int>(blockIdx.x) / groups / a.key_heads;
   const ChunkedSequence sequence = find_sequence<true>(a, first + number);
   if (sequence.number < 0) return;
   const DeltaSizes sizes(a);
-  const int heads = a.value_heads / a.key_heads;
-  const DeltaBlock at(a, sequence.number, key_head * heads, 0);
+  const int heads = a.value_heads / a.key_heads, count = min(kHeads, heads - group * kHeads);
+  const int head = key_head * heads + group * kHeads;
+  const DeltaBlock at(a, sequence.number, head, 0);
   const int ahead = (first + number - sequence.before) * kRows;
   const Chunk chunk = {at.begin + ahead, min(kRows, at.end - at.begin - ahead)};
-  KeyPart& keys = *key_part(a, number, key_head);
+  KeyPart* const keys = group == 0 ? key_part(a, number, key_head) : nullptr;
+  const auto part = [&](int i) { return value_part(a, number, head + i); };
+  const int warp = threadIdx.x / 32;
   const DeltaRow from = at.row(a, sizes, chunk.first);
-  load_units(shared.k, from.k, sizes.channels, chunk.rows);
-  load_units(shared.q, from.q, sizes.channels, chunk.rows);
+  {
+    Rows rows;
+    rows.load(from.k, sizes.channels, chunk.rows);
+    if (warp < count) compute_gates(shared.gates[warp], *part(warp), a, head + warp, chunk);
+    rows.store_units(shared.k);
+    rows.load(from.q, sizes.channels, chunk.rows);
+    rows.store_units(shared.q);
+  }
   __syncthreads();
   Products products;
-  {
-    Vec16 k[kKeyDim / 16], q[kKeyDim / 16];
-    store_rows(k, shared.k, keys.k);
-    store_rows(q, shared.q, keys.q);
-    store_columns(shared.k, keys.k_columns);
-    products.add(k, q, shared.k);
-  }
-  const int warp = threadIdx.x / 32;
-  for (int head = 0; head < heads; head += kHeads) {
-    const int count = min(kHeads, heads - head);
-    const auto part = [&](int i) { return value_part(a, number, key_head * heads + head + i); };
-    if (warp < count) compute_gates(shared.gates[warp], *part(warp), a, key_head * heads + head + warp, chunk);
-    __syncthreads();  // the gates are there, and q and k, or the heads before, have been read
-    for (int i = 0; i < count; ++i) scale_products(products, shared.gates[i], shared.triangles[i], *part(i));
-    __syncthreads();
-    replace_by_inverses(shared, count);
-    __syncthreads();
-    for (int i = 0; i < count; ++i) store_inverse(shared.triangles[i], *part(i));
-  }
+  products.add(shared.k, shared.q, keys);
+  if (keys != nullptr) store_columns(shared.k, keys->k_columns);
+  __syncthreads();  // q and k have been read
+  for (int i = 0; i < count; ++i) scale_products(products, shared.gates[i], shared.triangles[i], *part(i));
+  __syncthreads();
+  replace_by_inverses(shared, count);
+  __syncthreads();
+  for (int i = 0; i < count; ++i) store_inverse(shared.triangles[i], *part(i));
 }
 
 }  // namespace
 
 cudaError_t prepare_chunks(const GatedDeltaArgs& a, int first, void* stream) {
-  const int64_t blocks = static_cast<int64_t>(a.chunks) * a.key_heads;
+  const int groups = ceil_div(a.value_heads / a.key_heads, kHeads);
+  const int64_t blocks = static_cast<int64_t>(a.chunks) * a.key_heads * groups;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-  return launch(delta_prepare_chunks, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads), stream}, a, first);
+  return launch(delta_prepare_chunks, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads), stream}, a, first, groups);
 }
 
 }  // namespace moe::delta_chunks

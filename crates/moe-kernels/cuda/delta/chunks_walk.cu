@@ -2,8 +2,10 @@
 // its state in f32 in the registers of its warps, and goes through the chunks of the sequence.
 //
 // A warp has 16 rows of a chunk, and 32 rows of the state. Operands that do not depend on the state come from the
-// workspace in the order of registers, some products before they are used. The others (the state itself, R and D) are
-// exchanged in shared memory, as upper and lower digits: three barriers a chunk.
+// workspace in the order of registers, some products before they are used; the next chunk's are asked for in L2. The
+// others (the state itself, R and D) are exchanged in shared memory, as upper and lower digits: three barriers a chunk.
+// With one sequence a scheduler has one warp, so the products between two barriers are one sequence of instructions
+// without branches, and K S and Q S have their operands in common.
 //
 // Floor: a block reads 76 KB of a chunk, most of it from L2, where the four blocks of a head and the heads that share a
 // key head find the same bytes: 1.25 GB for 8,192 rows of 32 heads of 128 columns. Their products take 0.13 ms at the
@@ -65,30 +67,31 @@ struct Tile {
     for (int n = 0; n < kTiles; ++n) mma_bf16(at[n], a.word, b[n][0], b[n][1]);
   }
 
-  /// Adds the products of 16 rows with all rows of an operand.
-  template <int kSteps>
-  __device__ __forceinline__ void add_steps(const Vec16 (&a)[kSteps], const Digits<16 * kSteps>& from) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-      for (int digits = 1; digits >= 0; --digits) {
-        uint32_t b[kTiles][2];
-        from.load(b, digits, step);
-        add(a[step], b);
-      }
-  }
-
   /// Adds the products of the digits of both operands, but that of both lower ones.
   template <int kCount>
   __device__ __forceinline__ void add_digits(const Vec16 (&a)[2], const Digits<kCount>& from, int step) {
-    uint32_t b[kTiles][2];
-    from.load(b, 1, step);
-    add(a[0], b);
-    from.load(b, 0, step);
-    add(a[1], b);
-    add(a[0], b);
+    uint32_t low[kTiles][2], high[kTiles][2];
+    from.load(low, 1, step);
+    from.load(high, 0, step);
+    add(a[0], low);
+    add(a[1], high);
+    add(a[0], high);
   }
 };
+
+/// Adds the products of two times 16 rows with the state.
+__device__ __forceinline__ void add_state(Tile& k_sum, Tile& q_sum, const Vec16 (&k)[kKeySteps],
+                                          const Vec16 (&q)[kKeySteps], const Digits<kKeyDim>& state) {
+  // The next part of the state is on its way while one is multiplied.
+  uint32_t b[2][kTiles][2];
+  state.load(b[0], 1, 0);
+#pragma unroll
+  for (int i = 0; i < 2 * kKeySteps; ++i) {
+    if (i + 1 < 2 * kKeySteps) state.load(b[(i + 1) % 2], i % 2, (i + 1) / 2);
+    k_sum.add(k[i / 2], b[i % 2]);
+    q_sum.add(q[i / 2], b[i % 2]);
+  }
+}
 
 /// Loads 16 bytes of the workspace. Unlike loads of constant data these stay after the barrier before them, so that no
 /// more registers wait for data than there are.
@@ -105,7 +108,7 @@ __device__ __forceinline__ void load_rows(Vec16 (&to)[kKeySteps], const Vec16 (*
 
 /// What a warp needs at the beginning of a chunk.
 struct Keys {
-  Vec16 k[kKeySteps];
+  Vec16 k[kKeySteps], q[kKeySteps];
   float2 v[kTiles][2];
   float decay[2], rest[2], last;  // of rows g and g + 8; of the last row
 
@@ -114,6 +117,7 @@ struct Keys {
                                        int rows) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     load_rows(k, keys.k);
+    load_rows(q, keys.q);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = warp * 16 + lane / 4 + 8 * h;
@@ -128,7 +132,8 @@ struct Keys {
   }
 };
 
-/// The tiles of a warp's 16 rows of a triangle, upper and lower digits; those after the diagonal are not loaded.
+/// The tiles of a warp's 16 rows of a triangle, upper and lower digits. Those after the diagonal are zeros, and are
+/// multiplied: branches would keep the products apart, and the last warp has to wait for all of them in any case.
 struct Triangle {
   Vec16 at[kRowSteps][2];
 
@@ -136,18 +141,15 @@ struct Triangle {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
     for (int step = 0; step < kRowSteps; ++step)
-      if (step <= warp)
 #pragma unroll
-        for (int digits = 0; digits < 2; ++digits)
-          at[step][digits] = load_tile(&from[digits][triangle(warp, step)][lane]);
+      for (int digits = 0; digits < 2; ++digits)
+        at[step][digits] = step <= warp ? load_tile(&from[digits][triangle(warp, step)][lane]) : Vec16{};
   }
 
   /// sum += this product.
   __device__ __forceinline__ void multiply(Tile& sum, const Digits<kRows>& by) const {
-    const int warp = threadIdx.x / 32;
 #pragma unroll
-    for (int step = 0; step < kRowSteps; ++step)
-      if (step <= warp) sum.add_digits(at[step], by, step);
+    for (int step = 0; step < kRowSteps; ++step) sum.add_digits(at[step], by, step);
   }
 };
 
@@ -206,6 +208,17 @@ struct State {
   }
 };
 
+/// Asks for a chunk's operands of a head, and the columns of its values, in L2. The blocks of a head share the work.
+__device__ __forceinline__ void prefetch(const KeyPart& keys, const ValuePart& part, const float* v, int stride,
+                                         int rows, int block, int blocks) {
+  constexpr int kLine = 128, kKeys = sizeof(KeyPart) / kLine, kAll = kKeys + sizeof(ValuePart) / kLine;
+  const auto ask = [](const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); };
+  for (int i = block * kThreads + threadIdx.x; i < kAll; i += blocks * kThreads)
+    ask(i < kKeys ? reinterpret_cast<const uint8_t*>(&keys) + i * kLine
+                  : reinterpret_cast<const uint8_t*>(&part) + (i - kKeys) * kLine);
+  if (static_cast<int>(threadIdx.x) < min(rows, kRows)) ask(v + static_cast<size_t>(threadIdx.x) * stride);
+}
+
 __global__ void __launch_bounds__(kThreads, 2) delta_walk_chunks(const GatedDeltaArgs a, int first, int parts) {
   __shared__ Shared shared;
   pdl_wait();
@@ -221,7 +234,8 @@ __global__ void __launch_bounds__(kThreads, 2) delta_walk_chunks(const GatedDelt
   const DeltaSizes sizes(a);
   const DeltaBlock at(a, sequence.number, head, column);
   const int rows = at.end - at.begin, key_head = head / (a.value_heads / a.key_heads);
-  float* const place = at.state + column + 2 * t;
+  const int own_column = column + 2 * t;
+  float* const place = at.state + own_column;
   State state;
   if (begin > 0 || !at.is_empty) state.load(place, a.value_dim);
   const auto keys_of = [&](int chunk) -> const KeyPart& {
@@ -233,20 +247,21 @@ __global__ void __launch_bounds__(kThreads, 2) delta_walk_chunks(const GatedDelt
   Keys keys;
   const auto load_keys = [&](int chunk) {
     const int row = min(chunk * kRows + warp * 16 + g, rows - 1);
-    const float* v = at.row(a, sizes, at.begin + row).v + column + 2 * t;
+    const float* v = at.row(a, sizes, at.begin + row).v + own_column;
     keys.load(keys_of(chunk), part_of(chunk), v, sizes.channels, rows - chunk * kRows);
   };
   load_keys(begin);
   state.share(shared.state);
   __syncthreads();
   for (int chunk = begin; chunk < end; ++chunk) {
+    const int next = min(chunk + 1, end - 1);
+    prefetch(keys_of(next), part_of(next), at.row(a, sizes, at.begin + next * kRows).v + column, sizes.channels,
+             rows - next * kRows, column / kColumns, parts);
     const ValuePart& part = part_of(chunk);
     Triangle inverse;
     inverse.load(part.inverse);
-    Vec16 q[kKeySteps];
-    load_rows(q, keys_of(chunk).q);
-    Tile held;  // K S
-    held.add_steps(keys.k, shared.state);
+    Tile held, out;  // K S and Q S
+    add_state(held, out, keys.k, keys.q, shared.state);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -256,23 +271,21 @@ __global__ void __launch_bounds__(kThreads, 2) delta_walk_chunks(const GatedDelt
         shared.missing.store(warp * 16 + g + 8 * h, n, v.x - decay * held.at[n][2 * h],
                              v.y - decay * held.at[n][2 * h + 1]);
       }
-    __syncthreads();  // R is complete
-    Tile out;
-    out.add_steps(q, shared.state);
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) out.at[n][e] *= keys.decay[e / 2] * kScale;
+    __syncthreads();  // R is complete, and S has been read
     Vec16 k_columns[2][kRowSteps];
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
       for (int step = 0; step < kRowSteps; ++step)
         k_columns[i][step] = load_tile(&keys_of(chunk).k_columns[warp * 2 + i][step][lane]);
-    Tile written;
-    inverse.multiply(written, shared.missing);
     Triangle scores;
     scores.load(part.scores);
+    Tile written;
+    inverse.multiply(written, shared.missing);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) out.at[n][e] *= keys.decay[e / 2] * kScale;
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -283,12 +296,12 @@ __global__ void __launch_bounds__(kThreads, 2) delta_walk_chunks(const GatedDelt
         shared.decaying.store(row, n, x * keys.rest[h], y * keys.rest[h]);
       }
     const float decay = keys.last;
-    __syncthreads();  // D is complete, and R and S have been read
+    __syncthreads();  // D is complete, and R has been read
     state.advance(decay, k_columns, shared.decaying);
-    load_keys(min(chunk + 1, end - 1));  // without a branch, which would cost registers
+    load_keys(next);  // without a branch, which would cost registers
     state.share(shared.state);
     scores.multiply(out, shared.written);
-    float* const to = a.out + static_cast<size_t>(at.begin) * sizes.value_width + head * a.value_dim + column + 2 * t;
+    float* const to = a.out + static_cast<size_t>(at.begin) * sizes.value_width + head * a.value_dim + own_column;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = chunk * kRows + warp * 16 + g + 8 * h;
