@@ -82,8 +82,9 @@ impl DeltaCall {
         self.heads.key_heads * KEY_BYTES + self.heads.value_heads * VALUE_BYTES
     }
 
-    /// The number of chunks of a pass over a step of `rows` rows. With the fewest rows, each sequence has two chunks, so
-    /// there is no need to know the sequences, and no step needs more memory than the one with the most rows.
+    /// The number of chunks of a pass over a step of `rows` rows. Sequences never have more than twice as many as the
+    /// rows fill (65 rows are two chunks). So no step needs more memory than the one with the most rows, by which the
+    /// engine measures it.
     #[cfg(any(feature = "cuda", test))]
     pub(crate) fn chunks(&self, rows: usize) -> usize {
         (rows / CHUNK * 2).min(WORKSPACE / self.chunk_bytes()).max(1)
