@@ -76,7 +76,7 @@ fn on_device(
     let config = deepseek_v2::read(&Config::parse(&json, "config.json").unwrap()).unwrap();
     let layout = config.layout(&Geometry::default(), &|_| true).unwrap();
     // The weights come with packs, as the engine provides them for a checkpoint.
-    let weights = DummyWeights::new(layout.tensors.clone(), 7);
+    let weights = DummyWeights::new(layout.tensors.clone(), 7).with_stored_dtype(dtype);
     let vb = RankView::new(weights, layout.slices_for(device)).var_builder(dtype, device);
     let context = BlockContext { batch_invariant: true, shared_experts_stream, ..BlockContext::default() };
     let options = LoadOptions { context, ..LoadOptions::default() };

@@ -7,7 +7,7 @@ use model_runtime::{
 };
 use moe_engine::LoadOptions;
 use moe_kernels::plan::Fp8Activations;
-use moe_layer::{MoePath, SharedExpertsStream};
+use moe_layer::{MoePath, PlanStep, SharedExpertsStream};
 use moe_tests::explained::{ShownStep, expect_explained};
 
 use crate::common::cuda;
@@ -40,11 +40,21 @@ pub fn steps() -> Vec<ShownStep> {
     steps
 }
 
-/// A model of random weights.
+/// A model of random weights, stored in its dtype.
 fn model(config: &str, dtype: DType, options: LoadOptions, device: &Device) -> Box<dyn CausalLm> {
+    stored_model(config, [dtype, dtype], options, device)
+}
+
+/// A model of random weights in a dtype, stored in another one.
+fn stored_model(
+    config: &str,
+    [dtype, stored]: [DType; 2],
+    options: LoadOptions,
+    device: &Device,
+) -> Box<dyn CausalLm> {
     let model = ALL.parse(&Config::parse(config, "config.json").unwrap()).unwrap();
     let layout = model.layout(&Geometry::default(), &|_| true).unwrap();
-    let weights = DummyWeights::new(layout.tensors.clone(), 7);
+    let weights = DummyWeights::new(layout.tensors.clone(), 7).with_stored_dtype(stored);
     let vb = RankView::new(weights, layout.slices_for(device)).var_builder(dtype, device);
     model.load(&options, vb).unwrap().model
 }
@@ -74,6 +84,23 @@ fn layers_of_linear_attention_launch_what_their_plans_say() {
         for invariant in [false, true] {
             let ex = cuda().with_batch_invariant(invariant);
             check(&format!("{dtype:?}, invariant: {invariant}"), model.as_ref(), &ex);
+        }
+    }
+}
+
+/// A gate in f32 is widened rows and a product in f32, and no launch contains it.
+#[test]
+fn layers_with_a_gate_in_f32_launch_what_their_plans_say() {
+    for path in [MoePath::Fused, MoePath::Legacy] {
+        let options = LoadOptions { moe_path: Some(path), ..LoadOptions::default() };
+        let model = stored_model(DEEPSEEK, [DType::BF16, DType::F32], options, cuda().device());
+        for invariant in [false, true] {
+            let ex = cuda().with_batch_invariant(invariant);
+            let layers = model.plan(&PlanStep::decode(8), &ex.machine());
+            let mut stages = layers.iter().flat_map(|layer| &layer.mlp);
+            let has_note = stages.any(|stage| stage.note.as_deref() == Some("the gate in f32"));
+            assert!(has_note, "{layers:?}");
+            check(&format!("a gate in f32, {path:?}, invariant: {invariant}"), model.as_ref(), &ex);
         }
     }
 }

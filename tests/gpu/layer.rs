@@ -52,7 +52,7 @@ impl<'a> Layer<'a> {
             epilogue: self.packs.epilogue_call(),
         };
         let fusion = if self.gain.is_some() { Fusion::NormAdd } else { Fusion::Nothing };
-        let call = MonolithicCall { experts, dtype: DType::BF16, fusion };
+        let call = MonolithicCall { experts, dtype: DType::BF16, gate: DType::BF16, fusion };
         MonolithicForm::choose(&call, &cuda().machine()) == Some(MonolithicForm::OneLaunch)
     }
 

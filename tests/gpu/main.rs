@@ -21,6 +21,7 @@ mod dequantised;
 mod engine;
 mod experts;
 mod explained;
+mod f32_gates;
 mod fused;
 mod gates;
 mod grouped;

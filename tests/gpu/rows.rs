@@ -134,7 +134,7 @@ fn additions_and_scalings_are_the_same_bits() {
                     let mut rows_out = p.out(dtype, &[rows, width]);
                     scale_rows_into(x.view(), scales.view(), rows_out.view_mut(), &mut p.ex)?;
                     let mut copied = p.out(other, &[rows, width]);
-                    if dtype == other || dtype == DType::F32 {
+                    if dtype == other || [dtype, other].contains(&DType::F32) {
                         copy_rows_into(x.view(), copied.view_mut(), &mut p.ex)?;
                     }
                     Ok(vec![sum, scaled, rows_out, copied])

@@ -63,6 +63,9 @@ DEEPSEEK_V3_SPECS = [
     Spec("deepseek3-text", "byte-level BPE tokenizer with special tokens and a chat template, and the text that greedy "
          "generation gives (text_case.json)", 23,
          {"vocab_size": 300, "num_hidden_layers": 2, "eos_token_id": [299, 297], "bos_token_id": 297}, text=True),
+    Spec("deepseek3-f32-gate", "a gate in f32 in a checkpoint in bf16, and pairs of experts that only digits beyond bf16 "
+         "tell apart", 27,
+         {"num_hidden_layers": 2}, batch=1, length=16, generate=8, f32_gates=True),
     Spec("kimi", "Kimi K2: model_type kimi_k2, no groups, 12 experts top-3, routed_scaling_factor 2.827; with text", 30,
          NO_GROUPS | {"vocab_size": 300, "num_hidden_layers": 2, "routed_scaling_factor": 2.827,
                       "rope_theta": 50000.0, "eos_token_id": [299, 297], "bos_token_id": 297},

@@ -41,4 +41,7 @@ ERNIE_SPECS = [
     Spec("ernie-text", "byte-level BPE tokenizer with special tokens and a chat template, and the text that greedy "
          "generation gives (text_case.json)", 9,
          {"vocab_size": 300, "num_hidden_layers": 2, "eos_token_id": [299, 297], "bos_token_id": 297}, text=True),
+    Spec("ernie-f32-gate", "a gate in f32 in a checkpoint in bf16, and pairs of experts that only digits beyond bf16 "
+         "tell apart; one expert for each token", 128, {"num_hidden_layers": 2, "moe_k": 1},
+         batch=1, length=16, generate=8, f32_gates=True),
 ]  # fmt: skip

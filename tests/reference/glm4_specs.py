@@ -54,6 +54,9 @@ GLM4_SPECS = [
     Spec("glm4-text", "byte-level BPE tokenizer with special tokens and a chat template, and the text that greedy "
          "generation gives (text_case.json)", 17,
          {"vocab_size": 300, "eos_token_id": [299, 297], "bos_token_id": 297}, text=True),
+    Spec("glm4-f32-gate", "a gate in f32 in a checkpoint in bf16, and pairs of experts that only digits beyond bf16 "
+         "tell apart", 414,
+         {"num_hidden_layers": 2, "num_experts_per_tok": 3}, batch=1, length=16, generate=8, f32_gates=True),
 ]  # fmt: skip
 
 GLM4_QUANT_SPECS = [

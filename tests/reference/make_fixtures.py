@@ -28,7 +28,7 @@ from fixture_specs import SPECS, by_name
 from make_reference import load, make_reference, random_ids, reset_rope, teacher_force
 from mtp_definition import Head
 from quant_checkpoints import write_quantised
-from stability import measure
+from stability import gate_tokens, measure
 from text_case import text_cases, write_tokenizer
 from tiny_checkpoints import build, make_composite, write_hub, write_json, write_saved
 
@@ -117,6 +117,13 @@ def check_composite(spec, directory, tensors):
         raise RuntimeError(f"{spec.name}: the whole model gives other logits")
 
 
+def check_gates(spec, model, input_ids, generated):
+    """In bf16 the gates' digits must decide: with them the tokens are those of f32, and without them they are not."""
+    kept, rounded = gate_tokens(model, input_ids, spec.generate)
+    if not torch.equal(kept, generated) or torch.equal(rounded, generated):
+        raise RuntimeError(f"{spec.name}: choose another seed, rounded gates give {rounded.tolist()}")
+
+
 def check_margins(spec, figures):
     """A fixture whose choices hang on rounding would fail correct implementations."""
     if figures["token_gap"] < MIN_TOKEN_GAP or figures["router_gap"] < MIN_ROUTER_GAP:
@@ -126,7 +133,7 @@ def check_margins(spec, figures):
 def make(spec, out):
     """Builds, checks and writes one fixture; returns its manifest entry."""
     values = copy.deepcopy(spec.config_values())
-    model = build(values, spec.dtype, spec.seed)
+    model = build(values, spec.dtype, spec.seed, spec.f32_gates)
     input_ids = random_ids(values["vocab_size"], spec.batch, spec.length, spec.seed)
     head = Head(values, spec.dtype, spec.seed) if spec.mtp else None
     with tempfile.TemporaryDirectory() as scratch:
@@ -159,6 +166,8 @@ def make(spec, out):
             check_composite(spec, directory, tensors)
         if spec.published_type:
             set_model_type(directory / "config.json", spec.published_type)
+        if spec.f32_gates:
+            check_gates(spec, load(directory, torch.bfloat16), input_ids, tensors["generated"])
         figures = measure(model, input_ids, spec.generate)
         check_margins(spec, figures)
         for path in directory.iterdir():
@@ -208,19 +217,27 @@ def main():
     args.out.mkdir(parents=True, exist_ok=True)
     manifest_path = args.out / "MANIFEST.json"
     known = {}
-    if args.only and manifest_path.exists():
-        known = {e["name"]: e for e in json.loads(manifest_path.read_text())["fixtures"]}
-    for spec in by_name(args.only):
-        known[spec.name] = make(spec, args.out)
-        figures = {k: v for k, v in known[spec.name].items() if k.startswith(("bf16", "min"))}
-        print(spec.name, figures, flush=True)
-    manifest = {
-        "made_by": "tests/reference/make_fixtures.py",
+    made_with = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "tokenizers": tokenizers.__version__,
         "safetensors": safetensors.__version__,
+    }
+    if args.only and manifest_path.exists():
+        # Its versions are those of the fixtures that stay. A fixture that another transformers makes names it.
+        manifest = json.loads(manifest_path.read_text())
+        known = {e["name"]: e for e in manifest["fixtures"]}
+        made_with = {name: manifest[name] for name in made_with}
+    for spec in by_name(args.only):
+        known[spec.name] = make(spec, args.out)
+        if transformers.__version__ != made_with["transformers"]:
+            known[spec.name]["transformers"] = transformers.__version__
+        figures = {k: v for k, v in known[spec.name].items() if k.startswith(("bf16", "min"))}
+        print(spec.name, figures, flush=True)
+    manifest = {
+        "made_by": "tests/reference/make_fixtures.py",
+        **made_with,
         "fixtures": [known[spec.name] for spec in SPECS if spec.name in known],
     }
     write_json(manifest_path, manifest)

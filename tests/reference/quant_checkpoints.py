@@ -240,7 +240,7 @@ def quantise(model, scheme):
 
 def reference_model(spec, seed):
     """The model whose logits a fixture's reference holds."""
-    model = build(copy.deepcopy(spec.config_values()), spec.dtype, seed)
+    model = build(copy.deepcopy(spec.config_values()), spec.dtype, seed, spec.f32_gates)
     if spec.quant:
         quantise(model, SCHEMES[spec.quant])
     return model

@@ -17,9 +17,11 @@ import torch
 from fixture_specs import by_name
 from make_reference import greedy, random_ids, reset_rope
 from quant_checkpoints import reference_model
-from stability import measure
+from stability import as_f32, gate_tokens, measure
 
 MIN_TOKEN_GAP = 1e-2
+# Of gates in f32, as in `make_fixtures.py`.
+MIN_ROUTER_GAP = 1e-4
 
 
 @torch.no_grad()
@@ -31,6 +33,13 @@ def cache_matters(model, input_ids, count):
         logits = model(ids, use_cache=False).logits[:, -1]
         ids = torch.cat((ids, logits.argmax(-1, keepdim=True)), 1)
     return not torch.equal(ids[:, input_ids.shape[1] :], greedy(model, input_ids, count)[0])
+
+
+def gates_matter(spec, seed, model, ids):
+    """Whether a model in bf16 gives the tokens of f32, and other ones with its gates rounded."""
+    f32 = greedy(as_f32(reference_model(spec, seed)), ids, spec.generate)[0]
+    kept, rounded = gate_tokens(model, ids, spec.generate)
+    return torch.equal(kept, f32) and not torch.equal(rounded, f32)
 
 
 def main():
@@ -52,6 +61,10 @@ def main():
                 continue
             result = measure(model, ids, spec.generate)
             if result["token_gap"] < MIN_TOKEN_GAP:
+                continue
+            if spec.f32_gates and (
+                result["router_gap"] < MIN_ROUTER_GAP or not gates_matter(spec, seed, model, ids)
+            ):
                 continue
             key = (result["bf16_flips"], -result["router_gap"])
             if best is None or key < best[0]:

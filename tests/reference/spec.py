@@ -25,6 +25,7 @@ class Spec:
     published_type: str = ""  # the model_type of its config.json, where transformers has no class of this name
     composite: bool = False  # stored as the text part of a model that also has a vision part
     mtp: bool = False  # with the head mtp.* and its logits, `mtp_logits` in the reference
+    f32_gates: bool = False  # gates with digits that bf16 does not hold, which tell pairs of experts apart
     text: bool = False  # with a tokenizer and worked text generations
 
     def config_values(self):

@@ -7,7 +7,7 @@ tokens or expert ids means nothing. The margins here are what seeds are chosen b
 
 import torch
 
-from make_reference import bf16_noise, gate, greedy, reset_rope, teacher_force
+from make_reference import bf16_noise, family, gate, greedy, reset_rope, teacher_force
 
 
 # Families in which a group of experts is as good as its two best.
@@ -85,11 +85,36 @@ def margins(f32, bf16, step_logits, model):
 
 def measure(model, input_ids, generate):
     """Margins of an in-memory model, which is left in bf16."""
-    model.set_attn_implementation("eager")
-    model.set_experts_implementation("eager")
-    model.float()
+    as_f32(model)
     f32 = teacher_force(model, input_ids)
     steps = greedy(model, input_ids, generate)[1]
-    model.bfloat16()
-    reset_rope(model)
+    cast(model)
     return margins(f32, teacher_force(model, input_ids), steps, model)
+
+
+def as_f32(model):
+    """Makes a model compute as the reference does."""
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
+    return model.float()
+
+
+def cast(model):
+    """Casts a model to bf16 as `from_pretrained` does: what transformers keeps in f32 stays there."""
+    strict = model._keep_in_fp32_modules_strict or ()
+    tensors = lambda: (*model.named_parameters(), *model.named_buffers())
+    kept = {name: tensor.data.float() for name, tensor in tensors() if any(part in name for part in strict)}
+    model.bfloat16()
+    for name, tensor in tensors():
+        if name in kept:
+            tensor.data = kept[name]
+    reset_rope(model)
+
+
+def gate_tokens(model, input_ids, generate):
+    """Greedy tokens of a model in bf16, and of the same with its gates rounded to bf16."""
+    kept = greedy(model, input_ids, generate)[0]
+    for layer in family(model).moe_layers(model):
+        weight = gate(model, layer).weight
+        weight.data = weight.data.bfloat16().float()
+    return kept, greedy(model, input_ids, generate)[0]

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from families import FAMILIES
 
 
-def build(config_values, dtype, seed):
-    """A model with random weights of storage type `dtype`, a function of config and seed alone."""
+def build(config_values, dtype, seed, f32_gates=False):
+    """A model with random weights of storage type `dtype`, a function of config and seed alone. With `f32_gates` its gates
+    are in f32, and experts come in pairs."""
     family = FAMILIES[config_values.get("model_type", "qwen3_moe")]
     config = family.config(**config_values)
     model = family.model(config)
@@ -32,7 +33,25 @@ def build(config_values, dtype, seed):
     for name, parameter in model.named_parameters():
         if name.endswith("e_score_correction_bias"):
             parameter.data = parameter.data.float()
+    if f32_gates:
+        pair_experts(model, generator)
     return model
+
+
+def pair_experts(model, generator):
+    """Gives the experts 2i and 2i + 1 one row of the gate, but for digits that bf16 does not hold, and one bias. Where
+    such a pair is at the end of the chosen experts, these digits decide."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not name.endswith(("mlp.gate.weight", "e_score_correction_bias")):
+            continue
+        experts = tensor.shape[-1] if name.endswith("bias") else len(tensor)
+        first = torch.arange(experts) // 2 * 2
+        if name.endswith("bias"):
+            tensor.data = tensor.data[..., first]
+            continue
+        # Less than half of the distance between two values of bf16.
+        digits = (torch.rand(tensor.shape, generator=generator) * 2 - 1) * 0.9 * 2**-9
+        tensor.data = tensor.data[first].bfloat16().float() * (1 + digits)
 
 
 def weight_scale(name, parameter, config):

@@ -6,6 +6,7 @@ mod contradictions;
 mod deepseek;
 mod engine;
 mod explained;
+mod f32_gates;
 mod geometries;
 mod gguf;
 mod gguf_configs;

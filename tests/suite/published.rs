@@ -188,7 +188,13 @@ impl Requested<'_> {
             for (head_dim, overlapped) in
                 [(qk_nope_head_dim, Some("latent_query")), (v_head_dim, decodes.then_some("latent_merge"))]
             {
-                let call = PerHeadCall { rows, head_dim, latent: kv_lora_rank, neighbour: overlapped, dtype: DType::BF16 };
+                let call = PerHeadCall {
+                    rows,
+                    head_dim,
+                    latent: kv_lora_rank,
+                    neighbour: overlapped,
+                    dtype: DType::BF16,
+                };
                 self.choose::<PerHeadForm>(&call);
             }
         }
@@ -227,7 +233,9 @@ impl Requested<'_> {
             if apart { &[Fusion::Nothing] } else { &[Fusion::NormAdd, Fusion::AddNorm, Fusion::Nothing] };
         let with_router = fusions.iter().find_map(|fusion| {
             router.kernel_rule().ok()?;
-            let call = MonolithicCall { experts: call, dtype: DType::BF16, fusion: *fusion };
+            // The gate is taken for bf16. One that a checkpoint has in f32 is a product of its own.
+            let call =
+                MonolithicCall { experts: call, dtype: DType::BF16, gate: DType::BF16, fusion: *fusion };
             MonolithicForm::choose(&call, &self.machine).map(|form| form.kernel(&call))
         });
         if let Some(kernel) = with_router {
@@ -240,6 +248,7 @@ impl Requested<'_> {
                 experts: call.num_ids,
                 top_k: call.top_k,
                 dtype: DType::BF16,
+                gate: DType::BF16,
             })),
             Err(_) => drop(self.kernels.insert(RouterForm::Apart.name().to_string())),
         }

@@ -14,6 +14,7 @@ use model_runtime::{Checkpoint, Config, Geometry, QuantConfig};
 use moe_engine::engine::{EngineConfig, host_memory};
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::{MemoryPlan, RunConfig, mtp_bytes};
+use moe_layer::DType;
 use moe_layer::hf::{NUM_EXPERTS, TOP_K};
 use serde_json::{Map, Value, json};
 
@@ -87,6 +88,7 @@ pub fn run(program: &Program, args: &InspectArgs) -> Result<ExitCode> {
             notes(program, checkpoint, &mut facts)?;
             states(program, checkpoint, &mut facts)?;
             head(program, checkpoint, &mut facts)?;
+            gates(program, checkpoint, &mut facts)?;
         }
     }
     if Configs::read(located.dir()).is_ok_and(|configs| configs.quantisation.is_none()) {
@@ -231,6 +233,19 @@ fn head(program: &Program, checkpoint: &Checkpoint, facts: &mut Map<String, Valu
         let quantisation = checkpoint.quantisation.as_ref();
         let bytes = mtp_bytes(model.as_ref(), quantisation, checkpoint.dtype()?)?;
         facts.insert("MTP head bytes".into(), json!(bytes));
+    }
+    Ok(())
+}
+
+/// Says that the file has the gates of routers in f32 and that a run keeps their digits, if that is so.
+fn gates(program: &Program, checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()> {
+    let Ok(model) = program.families.parse(&checkpoint.config) else { return Ok(()) };
+    let exact = model.layout(&Geometry::default(), &|name| checkpoint.has(name))?.exact;
+    let dtype = checkpoint.dtype()?;
+    let stored = |name: &String| checkpoint.tensors.info(name).and_then(|tensor| tensor.dtype);
+    if dtype != DType::F32 && exact.iter().any(|name| stored(name) == Some(DType::F32)) {
+        let text = format!("stored in f32, and kept in f32 where {} would round them", dtype.as_str());
+        facts.insert("router gates".into(), text.into());
     }
     Ok(())
 }

@@ -255,8 +255,8 @@ impl Run {
         let has = |name: &str| packs || name.ends_with(".weight");
         let specs = model.layout(&Geometry::default(), &has)?.tensors;
         let tensors = |slices: Vec<TensorSlice>| {
-            let weights = DummyWeights::new(specs.clone(), 0).with_quantisation(quantisation.clone());
-            RankView::new(weights, slices)
+            let weights = DummyWeights::new(specs.clone(), 0).with_stored_dtype(dtype);
+            RankView::new(weights.with_quantisation(quantisation.clone()), slices)
         };
         let (ranks, backend) = self.load_ranks(model.as_ref(), &has, &tensors, dtype)?;
         Ok(Part { ranks, checkpoint: None, tokenizer: None, backend })

@@ -46,6 +46,7 @@ use crate::shared::SharedExperts;
 #[derive(Clone)]
 #[must_use = "it computes nothing until it is called"]
 pub struct SparseMoeBlock {
+    /// In the model dtype or in f32.
     pub(crate) gate: Weight,
     /// [E + zero experts], with [`RouterConfig::gate_bias`](moe_router::RouterConfig::gate_bias).
     pub(crate) gate_bias: Option<Tensor>,
@@ -64,8 +65,8 @@ pub struct SparseMoeBlock {
 }
 
 impl SparseMoeBlock {
-    /// A block of modular experts. `gate` is the router's weight [E + zero experts, H] in the
-    /// model dtype; `layer` counts the model's MoE layers from 0.
+    /// A block of modular experts. `gate` is the router's weight [E + zero experts, H] in the model dtype, or in f32 to
+    /// keep digits that the model dtype would round; `layer` counts the model's MoE layers from 0.
     ///
     /// # Errors
     /// Parts that do not fit each other; the error names both: another activation format; row limits that are missing

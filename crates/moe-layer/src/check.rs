@@ -79,12 +79,13 @@ fn check_expert_counts(
     Ok(())
 }
 
-/// The router's weight must be [logits, hidden] in the experts' dtype.
+/// The router's weight must be [logits, hidden] in the experts' dtype or in f32.
 pub(crate) fn check_gate(gate: &Tensor, logits: usize, hidden: usize, dtype: DType) -> Result<()> {
-    if gate.dims() != [logits, hidden] || gate.dtype() != dtype {
+    if gate.dims() != [logits, hidden] || ![dtype, DType::F32].contains(&gate.dtype()) {
+        let or_f32 = if dtype == DType::F32 { "" } else { " or f32" };
         refuse!(
             Parts,
-            "router gate: expected weight [{logits}, {hidden}] of dtype {}, got {:?} of {}",
+            "router gate: expected weight [{logits}, {hidden}] of dtype {}{or_f32}, got {:?} of {}",
             dtype.as_str(),
             gate.dims(),
             gate.dtype().as_str()

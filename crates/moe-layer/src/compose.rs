@@ -7,15 +7,15 @@ use moe_chunking::ridge_tokens;
 use moe_comm::{ExpertLayout, ExpertMap};
 use moe_dispatch::{PrepareFinalize, WhoAdds};
 use moe_experts::{Backend, ExpertWeights, Experts, LoadSpec};
-use moe_kernels::candle::{Error, Result, Tensor};
+use moe_kernels::candle::{Error, Result};
 use moe_kernels::names::MlpNames;
 use moe_kernels::quant::{Opened, QuantSource};
 use moe_kernels::{Exec, Weight};
-use moe_router::Router;
 use tracing::warn;
 
 use crate::block::SparseMoeBlock;
 use crate::context::BlockContext;
+use crate::gate::Gate;
 use crate::options::BlockOptions;
 use crate::pack::note_packing;
 use crate::placed::PlacedExperts;
@@ -69,25 +69,6 @@ fn warn_below_ridge(size: usize, options: &BlockOptions) {
             "chunks of {size} tokens read all experts' weights for few rows each; from about {ridge} tokens on \
              chunking costs little time"
         );
-    }
-}
-
-/// The router with its tensors, which every rank holds.
-pub(crate) struct Gate {
-    router: Router,
-    /// [E + zero experts, H].
-    weight: Tensor,
-    /// [E + zero experts], if the router is configured with one.
-    bias: Option<Tensor>,
-}
-
-impl Gate {
-    fn load(options: &BlockOptions, vb: VarBuilder) -> Result<Self> {
-        let config = &options.router;
-        let router = Router::load(config, vb.clone())?;
-        let weight = vb.get((config.num_logits(), options.hidden_size), "weight")?;
-        let bias = config.gate_bias.then(|| vb.get(config.num_logits(), "bias")).transpose()?;
-        Ok(Self { router, weight, bias })
     }
 }
 

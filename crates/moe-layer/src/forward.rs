@@ -152,14 +152,15 @@ impl SparseMoeBlock {
         path.run(&routed, self.chunk, end, context.rank_tokens.as_deref(), ex)
     }
 
-    /// [`forward_into`](Self::forward_into) on candle tensors: `hidden` [.., H] in the gate's dtype and on its device,
-    /// in any layout. The result has the same shape, dtype and device.
+    /// [`forward_into`](Self::forward_into) on candle tensors: `hidden` [.., H] in the experts' dtype and on their
+    /// device, in any layout. The result has the same shape, dtype and device.
     ///
     /// # Errors
     /// Another hidden size, dtype or device.
     pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
-        let hidden_size = self.path.experts.shape().hidden_size;
-        expect_rows("sparse MoE block", "hidden", hidden, hidden_size, self.gate.dtype())?;
+        let shape = self.path.experts.shape();
+        let hidden_size = shape.hidden_size;
+        expect_rows("sparse MoE block", "hidden", hidden, hidden_size, shape.dtype)?;
         forward_rows(hidden, hidden_size, hidden.dtype(), |x, out, ex| {
             self.forward_into(x, out, &mut StepContext::default(), ex)
         })

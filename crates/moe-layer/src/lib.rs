@@ -13,6 +13,7 @@ mod error;
 mod expert_offload;
 mod form;
 mod forward;
+mod gate;
 mod host_landing;
 mod id_tables;
 mod landing;

@@ -110,8 +110,12 @@ impl SparseMoeBlock {
     ) -> Result<(), Reason> {
         let path = &self.path;
         let experts = &self.monolithic[index];
-        let call =
-            MonolithicCall { experts: self.call(path, step.rows), dtype: experts.shape().dtype, fusion };
+        let call = MonolithicCall {
+            experts: self.call(path, step.rows),
+            dtype: experts.shape().dtype,
+            gate: self.gate.dtype(),
+            fusion,
+        };
         experts.fits(&call, machine)?;
         if let Some(asked) = step.asks() {
             return Err(Reason::Routed { asked });
@@ -194,12 +198,16 @@ impl SparseMoeBlock {
             experts: config.num_experts + config.num_fused_shared_experts,
             top_k: config.num_slots(),
             dtype: shape.dtype,
+            gate: self.gate.dtype(),
         };
         let mut gate = RouterForm::stage(&["router"], &router, machine);
         let asked = step.routed.map(|asked| Reason::Routed { asked });
         if let Some(reason) = asked.or(self.router().kernel_rule().err()).filter(|_| machine.gpu.is_some()) {
             let kernel = RouterForm::OneLaunch.name().to_string();
             gate = Stage::new(&["router"], RouterForm::Apart.name()).after([Rejected { kernel, reason }]);
+        }
+        if router.gate != router.dtype {
+            gate.note = Some("the gate in f32".to_string());
         }
         let near = self.is_near(path, step.rows, machine);
         let Some(copies) = self.copies_stage(path, step.rows, machine).filter(|_| !near) else {

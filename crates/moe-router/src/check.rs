@@ -25,14 +25,15 @@ impl Router {
         Ok(tokens)
     }
 
-    /// Checks hidden states [T, H] and a gate of the same dtype: its weight [E + zero experts, H] and its optional bias
-    /// [E + zero experts].
+    /// Checks hidden states [T, H] and a gate of the same dtype or in f32: its weight [E + zero experts, H] and its
+    /// optional bias [E + zero experts].
     pub(crate) fn check_gate(&self, hidden: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
         let (_, size) = expect_matrix(GATE_OP, "hidden_states", hidden)?;
         expect_float(GATE_OP, "hidden_states", hidden)?;
         let experts = self.config.num_logits();
-        expect(GATE_OP, "gate weight", weight, hidden.dtype(), &[experts, size])?;
-        expect_optional(GATE_OP, "gate bias", bias, hidden.dtype(), &[experts])
+        let dtype = if weight.dtype() == DType::F32 { DType::F32 } else { hidden.dtype() };
+        expect(GATE_OP, "gate weight", weight, dtype, &[experts, size])?;
+        expect_optional(GATE_OP, "gate bias", bias, dtype, &[experts])
     }
 
     /// Checks dtypes and dims, and returns T.

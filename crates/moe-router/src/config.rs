@@ -130,6 +130,9 @@ pub struct RouterConfig {
     /// The gate adds a bias to its logits (gpt-oss). It is held by the code that computes the logits, not by the
     /// router.
     pub gate_bias: bool,
+    /// The gate's weight keeps its digits in f32, and the logits are computed from it in f32, whatever the dtype of the
+    /// model (DeepSeek, GLM-4.5, ERNIE 4.5). As with `gate_bias`, the code that computes the logits does so.
+    pub f32_gate: bool,
     /// Divide the chosen scores by their sum.
     pub renormalize: bool,
     /// Multiplies the weights of routed experts, after renormalising.
@@ -159,6 +162,7 @@ impl RouterConfig {
             selection: Selection::TopK,
             correction_bias: false,
             gate_bias: false,
+            f32_gate: false,
             renormalize: false,
             routed_scaling_factor: 1.0,
             softcapping: None,

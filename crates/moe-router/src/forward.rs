@@ -90,8 +90,8 @@ impl Router {
         })
     }
 
-    /// Routes hidden states [T, H] through a gate of weight [E, H] and optional bias `[E]`, within
-    /// the step of `context`.
+    /// Routes hidden states [T, H] through a gate of weight [E, H] and optional bias `[E]`, of their dtype or in f32,
+    /// within the step of `context`.
     ///
     /// # Errors
     ///

@@ -29,11 +29,15 @@ pub struct GateStep<'a> {
 impl Router {
     /// Whether a single launch can do everything that this configuration and the step require.
     #[cfg(feature = "cuda")]
-    pub(crate) fn is_one_launch(&self, hidden: View<'_>, context: &StepContext, ex: &Exec) -> bool {
+    pub(crate) fn is_one_launch(&self, input: &GateInput<'_>, context: &StepContext, ex: &Exec) -> bool {
         let c = &self.config;
-        let width = hidden.dims().last().copied().unwrap_or(0);
-        let experts = c.num_experts + c.num_fused_shared_experts;
-        let call = RouterCall { hidden: width, experts, top_k: c.num_slots(), dtype: hidden.dtype() };
+        let call = RouterCall {
+            hidden: input.hidden.dims().last().copied().unwrap_or(0),
+            experts: c.num_experts + c.num_fused_shared_experts,
+            top_k: c.num_slots(),
+            dtype: input.hidden.dtype(),
+            gate: input.weight.dtype(),
+        };
         let plain = self.kernel_rule().is_ok() && context.asks_of_router().is_none();
         plain && RouterForm::choose(&call, &ex.machine()) == Some(RouterForm::OneLaunch)
     }

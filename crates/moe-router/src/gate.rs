@@ -6,7 +6,9 @@
 use candle_core::{DType, Result};
 use moe_kernels::arguments::{expect_dims, expect_dtype, expect_matrix};
 use moe_kernels::plan::{Form, RouterForm};
-use moe_kernels::{Exec, Log2Phy, StepContext, View, ViewMut, WeightView, linear_into, physical_ids_into};
+use moe_kernels::{
+    Exec, Log2Phy, StepContext, View, ViewMut, WeightView, copy_rows_into, linear_into, physical_ids_into,
+};
 
 use crate::check::GATE_OP;
 use crate::io::{RouteInput, RouteOutput};
@@ -17,10 +19,11 @@ use crate::router::Router;
 pub struct GateInput<'a> {
     /// Hidden states [T, H] in the model dtype.
     pub hidden: View<'a>,
-    /// Gate weight [num_experts + num_zero_experts, H], same dtype, in any order; on a GPU in rows.
+    /// Gate weight [num_experts + num_zero_experts, H], in any order; on a GPU in rows. It has the same dtype, or is in
+    /// f32, and then the rows are widened to f32 for the product.
     pub weight: WeightView<'a>,
-    /// Gate bias [num_experts + num_zero_experts], same dtype (gpt-oss). Part of the logits,
-    /// unlike the correction bias.
+    /// Gate bias [num_experts + num_zero_experts] of the weight's dtype (gpt-oss). Part of the logits, unlike the
+    /// correction bias.
     pub bias: Option<View<'a>>,
     /// MoE layer, as in [`RouteInput::layer`].
     pub layer: usize,
@@ -35,6 +38,17 @@ impl<'a> GateInput<'a> {
     /// A gate without bias over a whole step.
     pub fn new(hidden: View<'a>, weight: impl Into<WeightView<'a>>, layer: usize) -> Self {
         Self { hidden, weight: weight.into(), bias: None, layer, first_row: 0, log2phy: None }
+    }
+
+    /// `logits` [T, E] f32 = hidden · weightᵀ + bias, summed in f32.
+    fn logits_into(&self, logits: ViewMut<'_>, ex: &mut Exec) -> Result<()> {
+        let widens = self.weight.dtype() == DType::F32 && self.hidden.dtype() != DType::F32;
+        if !widens {
+            return linear_into(self.hidden, self.weight, self.bias, logits, ex);
+        }
+        let mut wide = ex.scratch(DType::F32, self.hidden.dims())?;
+        copy_rows_into(self.hidden, wide.view_mut(), ex)?;
+        linear_into(wide.view(), self.weight, self.bias, logits, ex)
     }
 }
 
@@ -68,11 +82,11 @@ impl Router {
         };
         expect_dtype(op, "router_logits", &logits, DType::F32)?;
         #[cfg(feature = "cuda")]
-        if self.is_one_launch(input.hidden, context, ex) {
+        if self.is_one_launch(input, context, ex) {
             return self.gate_route(input, logits, out, context, ex);
         }
         let both = ex.launched_as_one(|| RouterForm::Apart.name());
-        linear_into(input.hidden, input.weight, input.bias, logits.reborrow(), ex)?;
+        input.logits_into(logits.reborrow(), ex)?;
         let route = RouteInput {
             logits: logits.as_view(),
             hidden: Some(input.hidden),

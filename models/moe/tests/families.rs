@@ -68,6 +68,18 @@ fn inspect_tells_what_a_head_for_multi_token_prediction_takes() {
 }
 
 #[test]
+fn inspect_tells_of_gates_in_f32() {
+    let gates = |name: &str| {
+        let facts = PROGRAM.text(&["inspect", fixture(name).to_str().unwrap(), "--json"]);
+        let facts: Value = serde_json::from_str(&facts).unwrap();
+        facts["router_gates"].as_str().map(str::to_string)
+    };
+    let told = gates("ernie-f32-gate").unwrap();
+    assert_eq!(told, "stored in f32, and kept in f32 where bf16 would round them");
+    assert_eq!(gates("ernie"), None);
+}
+
+#[test]
 fn an_architecture_names_the_family_where_the_model_type_is_missing() {
     for name in texts() {
         let model = Copied::with(&name, &[("model_type", Value::Null)]);

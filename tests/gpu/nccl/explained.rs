@@ -45,7 +45,8 @@ fn rank_model(
     let groups = ParallelGroups::new(&geometry, comm.split(0, comm.rank(), ex)?, ex)?;
     let whole = model.layout(&Geometry::default(), &|_| true).unwrap();
     let slices = model.layout(&geometry, &|_| true).unwrap().slices_for(ex.device());
-    let view = RankView::new(DummyWeights::new(whole.tensors, 7), slices);
+    let weights = DummyWeights::new(whole.tensors, 7).with_stored_dtype(DType::BF16);
+    let view = RankView::new(weights, slices);
     let context = BlockContext { geometry, groups, sliced_weights: true, ..BlockContext::default() };
     let options = LoadOptions { context, ..LoadOptions::default() };
     Ok(model.load(&options, view.var_builder(DType::BF16, ex.device())).unwrap().model)

@@ -36,6 +36,8 @@ pub struct DummyWeights {
     shapes: HashMap<String, Vec<usize>>,
     /// Which matrices are quantised, and how.
     quantisation: Option<QuantConfig>,
+    /// The dtype that holds every value; `None`: each dtype that is asked for.
+    stored: Option<DType>,
     #[cfg(feature = "cuda")]
     stages: Stages,
 }
@@ -47,6 +49,7 @@ impl DummyWeights {
             seed,
             shapes: specs.into_iter().map(|s| (s.name, s.shape)).collect(),
             quantisation: None,
+            stored: None,
             #[cfg(feature = "cuda")]
             stages: Stages::default(),
         }
@@ -57,6 +60,13 @@ impl DummyWeights {
     #[must_use]
     pub fn with_quantisation(self, quantisation: Option<QuantConfig>) -> Self {
         Self { quantisation, ..self }
+    }
+
+    /// These weights as a checkpoint in `dtype` has them: a loader that asks for f32 gets the values of that dtype,
+    /// widened. Otherwise they would have all digits of f32, and a gate that keeps its digits would be held in f32.
+    #[must_use]
+    pub fn with_stored_dtype(self, dtype: DType) -> Self {
+        Self { stored: Some(dtype), ..self }
     }
 
     /// How the matrix of a module is quantised, with its dims; `None`: it is a tensor of floats.
@@ -84,6 +94,9 @@ impl DummyWeights {
     /// bf16 matrices are made on a CUDA device itself, where numbers are uniform with the same
     /// deviation; everything else comes from the host.
     fn generate_on(&self, device: &Device, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
+        if let Some(stored) = self.stored.filter(|stored| *stored != dtype) {
+            return self.generate(name, shape, stored)?.to_dtype(dtype)?.to_device(device);
+        }
         #[cfg(feature = "cuda")]
         if device.is_cuda() && dtype == DType::BF16 && shape.len() > 1 {
             let mut out = moe_kernels::Buffer::unspecified_on(device, dtype, shape)?;
@@ -336,6 +349,19 @@ mod tests {
         let half = weights("a", &[7], 1, DType::BF16)?.to_vec1::<bf16>()?;
         let rounded: Vec<bf16> = short.iter().map(|&x| bf16::from_f32(x)).collect();
         assert_eq!(half, rounded);
+        Ok(())
+    }
+
+    #[test]
+    fn weights_that_are_stored_in_bf16_have_its_digits_in_f32() -> Result<()> {
+        let stored = |dtype| -> Result<Vec<f32>> {
+            let weights = DummyWeights::new([TensorSpec::new("a", &[9])], 1).with_stored_dtype(dtype);
+            weights.var_builder(DType::F32, &Device::Cpu).get(9, "a")?.to_vec1()
+        };
+        let wide = weights("a", &[9], 1, DType::F32)?.to_vec1::<f32>()?;
+        let narrow: Vec<f32> = wide.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
+        assert_ne!(narrow, wide);
+        assert_eq!((stored(DType::BF16)?, stored(DType::F32)?), (narrow, wide));
         Ok(())
     }
 

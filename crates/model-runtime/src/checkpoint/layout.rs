@@ -30,6 +30,8 @@ pub struct TensorLayout {
     pub absent: Vec<String>,
     /// Matrices that a layer loads as floats, even if the checkpoint has quantised them.
     pub floats: HashSet<String>,
+    /// Tensors that keep their digits: a layer holds them in f32 if the model's dtype would round a value of them.
+    pub exact: HashSet<String>,
     /// The rank's place.
     pub geometry: Geometry,
 }
@@ -57,8 +59,8 @@ pub struct SharedPacks<'a> {
 impl TensorLayout {
     /// No tensors yet, for the rank of this geometry.
     pub fn new(geometry: &Geometry) -> Self {
-        let (tensors, slices, elsewhere, packs, absent, floats) = Default::default();
-        Self { tensors, slices, elsewhere, packs, absent, floats, geometry: geometry.clone() }
+        let (tensors, slices, elsewhere, packs, absent, floats, exact) = Default::default();
+        Self { tensors, slices, elsewhere, packs, absent, floats, exact, geometry: geometry.clone() }
     }
 
     /// The number of elements of each stored tensor that this rank holds.

@@ -78,7 +78,11 @@ impl DecoderConfig {
         let e = moe.router.num_experts;
         let h = self.hidden_size;
         let names = &self.names;
-        list.whole(format!("{mlp}.{}.weight", names.gate), &[e, h]);
+        let gate = format!("{mlp}.{}.weight", names.gate);
+        if moe.router.f32_gate {
+            list.exact.insert(gate.clone());
+        }
+        list.whole(gate, &[e, h]);
         if moe.router.gate_bias {
             list.whole(format!("{mlp}.{}.bias", names.gate), &[e]);
         }

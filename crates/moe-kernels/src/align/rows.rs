@@ -7,10 +7,9 @@ use candle_core::{DType, Result};
 use rayon::prelude::*;
 
 use super::batches::RowBatches;
-use crate::arguments::{expect, expect_dims, expect_dtype, expect_matrix, expect_rank3};
+use crate::arguments::{expect, expect_dims, expect_dtype, expect_float, expect_matrix, expect_rank3};
 use crate::element::Float;
 use crate::exec::Exec;
-use crate::storage::Element;
 use crate::view::{View, ViewMut};
 use crate::with_float;
 
@@ -149,36 +148,39 @@ pub fn scale_rows_into(rows: View, scale: View, mut out: ViewMut, ex: &mut Exec)
     })
 }
 
-/// Copies rows, rounding f32 rows to the dtype of `out`.
+/// Copies rows: rounds f32 rows to the dtype of `out`, or widens rows to f32, which is exact.
 ///
 /// | argument | shape, dtype |
 /// |---|---|
-/// | `rows` | [T, H] of the dtype of `out`, or f32 |
-/// | `out` | [T, H] f32, bf16 or f16 |
+/// | `rows` | [T, H] f32, bf16 or f16 |
+/// | `out` | [T, H] of the dtype of `rows`, or one of the two is f32 |
 ///
 /// # Errors
 /// Wrong dtypes or dims.
 pub fn copy_rows_into(rows: View, mut out: ViewMut, ex: &mut Exec) -> Result<()> {
     const OP: &str = "copy_rows";
     expect_matrix(OP, "rows", &rows)?;
+    expect_float(OP, "rows", &rows)?;
     expect_dims(OP, "out", &out, rows.dims())?;
-    if rows.dtype() != out.dtype() {
+    if rows.dtype() != out.dtype() && out.dtype() != DType::F32 {
         expect_dtype(OP, "rows", &rows, DType::F32)?;
     }
     #[cfg(feature = "cuda")]
     if ex.is_cuda() {
         return crate::cuda::any::copy(ex.cuda(OP)?, OP, rows, out);
     }
-    with_float!(out.dtype(), OP, T => {
-        if rows.dtype() == T::DTYPE {
+    if rows.dtype() == out.dtype() {
+        return with_float!(out.dtype(), OP, T => {
             out.cpu_mut::<T>()?.copy_from_slice(rows.cpu()?);
-            return Ok(());
-        }
-        let rows = rows.cpu::<f32>()?;
+            Ok(())
+        });
+    }
+    with_float!(rows.dtype(), OP, F => with_float!(out.dtype(), OP, T => {
+        let rows = rows.cpu::<F>()?;
         let out = out.cpu_mut::<T>()?;
-        ex.install(|| out.par_iter_mut().zip(rows).for_each(|(to, &x)| *to = T::narrow(x)));
+        ex.install(|| out.par_iter_mut().zip(rows).for_each(|(to, &x)| *to = T::narrow(x.widen())));
         Ok(())
-    })
+    }))
 }
 
 /// Sets every element to `value`. It makes the weights for rows that were already multiplied by theirs.

@@ -1,6 +1,6 @@
 //! Batched rows compared with brute force; scaling and masking; the errors of these ops.
 
-use half::bf16;
+use half::{bf16, f16};
 use proptest::prelude::*;
 
 use super::*;
@@ -72,7 +72,7 @@ fn scaling_rounds_the_f32_product_once() -> Result<()> {
 }
 
 #[test]
-fn copies_round_f32_once_and_keep_the_rest() -> Result<()> {
+fn copies_round_f32_once_widen_to_f32_and_keep_the_rest() -> Result<()> {
     let rows = [0.1f32, -0.0, 1e30, -3.3];
     let mut out = [bf16::ZERO; 4];
     copy_rows_into(View::new(&rows, &[2, 2])?, ViewMut::new(&mut out, &[2, 2])?, &mut Exec::cpu())?;
@@ -81,8 +81,11 @@ fn copies_round_f32_once_and_keep_the_rest() -> Result<()> {
     copy_rows_into(View::new(&out, &[2, 2])?, ViewMut::new(&mut same, &[2, 2])?, &mut Exec::cpu())?;
     assert_eq!(same.map(bf16::to_bits), out.map(bf16::to_bits));
     let mut wide = [0f32; 4];
-    let wide = ViewMut::new(&mut wide, &[2, 2])?;
-    let e = copy_rows_into(View::new(&out, &[2, 2])?, wide, &mut Exec::cpu()).unwrap_err().to_string();
+    copy_rows_into(View::new(&out, &[2, 2])?, ViewMut::new(&mut wide, &[2, 2])?, &mut Exec::cpu())?;
+    assert_eq!(wide.map(f32::to_bits), out.map(|x| x.to_f32().to_bits()));
+    let mut other = [f16::ZERO; 4];
+    let other = ViewMut::new(&mut other, &[2, 2])?;
+    let e = copy_rows_into(View::new(&out, &[2, 2])?, other, &mut Exec::cpu()).unwrap_err().to_string();
     assert!(e.contains("expected rows of dtype f32, got bf16"), "{e}");
     Ok(())
 }

@@ -95,7 +95,13 @@ fn checked(
     }
     super::expect_aligned(op, &[x, gate.weight])?;
     let cuda = ex.cuda(op)?;
-    let call = RouterCall { hidden: h, experts: e + gate.shared, top_k: k, dtype: x.dtype() };
+    let call = RouterCall {
+        hidden: h,
+        experts: e + gate.shared,
+        top_k: k,
+        dtype: x.dtype(),
+        gate: gate.weight.dtype(),
+    };
     if let Err(reason) = RouterForm::OneLaunch.fits(&call, &ex.machine()) {
         bail!("{op}: {} {reason}", RouterForm::OneLaunch.name())
     }

@@ -13,6 +13,12 @@ pub(super) fn expect_bf16(dtype: DType) -> Result<(), Reason> {
     }
 }
 
+/// Fails for a gate that has more digits than the rows: in f32, next to rows of another dtype. Kernels that contain the
+/// router read both in one dtype.
+pub(super) fn expect_gate(gate: DType, rows: DType) -> Result<(), Reason> {
+    if gate == rows { Ok(()) } else { Err(Reason::Part { part: "a gate in f32" }) }
+}
+
 pub(super) fn expect_rows(accepted: impl RangeBounds<usize>, got: usize) -> Result<(), Reason> {
     if accepted.contains(&got) {
         return Ok(());

@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 
-use super::checks::expect_bf16;
+use super::checks::{expect_bf16, expect_gate};
 use super::{ColumnOrder, ExpertsCall, Form, Fusion, Machine, QuantWeights, Reason, RouterCall, RouterForm};
 
 /// A step of an expert layer with a router that the kernels support.
@@ -12,6 +12,8 @@ pub struct MonolithicCall {
     pub experts: ExpertsCall,
     /// Dtype of rows and weights.
     pub dtype: DType,
+    /// Dtype of the gate: the same, or f32.
+    pub gate: DType,
     /// The ops before and after that are to be computed in the same launches.
     pub fusion: Fusion,
 }
@@ -69,7 +71,10 @@ impl Form for MonolithicForm {
         expect_bf16(call.dtype)?;
         match (self, call.fusion) {
             (_, Fusion::Add) => Err(Reason::NoGain("the norm after the experts can add")),
-            (Self::OneLaunch, Fusion::Nothing | Fusion::NormAdd) => call.experts.fits_one_launch(machine),
+            (Self::OneLaunch, Fusion::Nothing | Fusion::NormAdd) => {
+                call.experts.fits_one_launch(machine)?;
+                expect_gate(call.gate, call.dtype)
+            }
             (Self::OneLaunch, Fusion::AddNorm) => {
                 Err(Reason::NoGain("its blocks end at different times, so none sees whole rows to norm"))
             }
@@ -80,7 +85,8 @@ impl Form for MonolithicForm {
                     Self::Wide => call.experts.fits_wide(machine)?,
                     _ => call.experts.fits_tensor(machine)?,
                 }
-                let router = RouterCall { hidden, experts: num_ids, top_k, dtype: call.dtype };
+                let router =
+                    RouterCall { hidden, experts: num_ids, top_k, dtype: call.dtype, gate: call.gate };
                 RouterForm::OneLaunch.fits(&router, machine)
             }
             (Self::Fp8, Fusion::NormAdd) if call.experts.quant.is_none() => Err(Reason::Floats),

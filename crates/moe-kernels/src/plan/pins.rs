@@ -115,7 +115,12 @@ fn experts(machine: &Machine, table: &mut Table) {
             let name = |what: &str| format!("{what} {format} {model}");
             table.push((name("experts"), runs(|rows| chosen::<ExpertsForm>(&call(rows), machine))));
             for fusion in [Fusion::Nothing, Fusion::NormAdd, Fusion::AddNorm] {
-                let call = |tokens| MonolithicCall { experts: call(tokens), dtype: DType::BF16, fusion };
+                let call = |tokens| MonolithicCall {
+                    experts: call(tokens),
+                    dtype: DType::BF16,
+                    gate: DType::BF16,
+                    fusion,
+                };
                 let text = runs(|rows| chosen::<MonolithicForm>(&call(rows), machine));
                 table.push((name(&format!("experts with router, {fusion:?},")), text));
             }
@@ -123,8 +128,10 @@ fn experts(machine: &Machine, table: &mut Table) {
             table.push((name("copies"), runs(|rows| chosen::<CopiesForm>(&copies(rows), machine))));
         }
     }
-    let router = RouterCall { hidden: 2048, experts: 128, top_k: 8, dtype: DType::BF16 };
-    table.push(("router".into(), chosen::<RouterForm>(&router, machine)));
+    for (name, gate) in [("router", DType::BF16), ("router, gate in f32", DType::F32)] {
+        let router = RouterCall { hidden: 2048, experts: 128, top_k: 8, dtype: DType::BF16, gate };
+        table.push((name.into(), chosen::<RouterForm>(&router, machine)));
+    }
 }
 
 /// Attention of both models and of other heads, of decoding rows and of prompts.

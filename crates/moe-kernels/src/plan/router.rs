@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 
-use super::checks::{expect_at_most, expect_bf16, expect_steps};
+use super::checks::{expect_at_most, expect_bf16, expect_gate, expect_steps};
 use super::{Form, Machine, Reason, TENSOR_CORES};
 
 /// Limits of the one launch.
@@ -18,8 +18,10 @@ pub struct RouterCall {
     pub experts: usize,
     /// Slots of a token, K.
     pub top_k: usize,
-    /// Dtype of rows and gate.
+    /// Dtype of the rows.
     pub dtype: DType,
+    /// Dtype of the gate: the same, or f32.
+    pub gate: DType,
 }
 
 /// The kernels of a router.
@@ -51,6 +53,7 @@ impl Form for RouterForm {
         machine.expect_tuned(TENSOR_CORES)?;
         machine.expect_batch_variant()?;
         expect_bf16(call.dtype)?;
+        expect_gate(call.gate, call.dtype)?;
         expect_steps("hidden_size", call.hidden, 64)?;
         expect_at_most("num_experts", MAX_EXPERTS, call.experts)?;
         expect_at_most("top_k", MAX_TOP_K.min(call.experts), call.top_k)

@@ -118,6 +118,10 @@ fn parts_that_do_not_fit_are_refused_by_name() {
         (Parts { gate: zeros(&[6, 23], DType::F32), ..standard() }, &["[6, 24] of dtype f32, got [6, 23]"]),
         (Parts { gate: zeros(&[144], DType::F32), ..standard() }, &["[6, 24] of dtype f32, got [144]"]),
         (Parts { gate: zeros(&[6, 24], DType::BF16), ..standard() }, &["of dtype f32, got [6, 24] of bf16"]),
+        (
+            Parts { gate: zeros(&[6, 24], DType::F16), ..Parts::standard(&example(DType::BF16)) },
+            &["of dtype bf16 or f32, got [6, 24] of f16"],
+        ),
     ];
     for (parts, wanted) in cases {
         let got = message(parts.build());

@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use candle_nn::VarBuilder;
 use moe_layer::candle::{Result, Tensor};
 use moe_layer::{
-    Activation, BlockContext, BlockOptions, DType, Device, GatedMlp, MlpNames, RouterConfig, SharedExperts,
-    load_block, load_block_on,
+    Activation, BlockContext, BlockOptions, DType, Device, GatedMlp, MlpNames, MoePath, NoEp, RouterConfig,
+    SharedExperts, SparseMoeBlock, load_block, load_block_on, load_layer_on,
 };
 
 use crate::reference::{Problem, Shared, example, problem};
@@ -72,6 +72,44 @@ fn a_loaded_block_has_the_bits_of_one_from_tensors() -> Result<()> {
                 block = block.with_shared_experts(shared)?;
             }
             assert_eq!(bits(&block.forward(&p.rows()?)?), bits(&p.standard()?.forward(&p.rows()?)?));
+        }
+    }
+    Ok(())
+}
+
+/// A gate in f32 keeps its digits on both paths where the router's configuration says so, and is rounded otherwise.
+#[test]
+fn digits_of_a_gate_choose_experts_where_the_model_keeps_them() -> Result<()> {
+    for dtype in [DType::BF16, DType::F16] {
+        let p = problem((6, 21, 10, 16), example(DType::F32).config, None, dtype, 11);
+        // Rows of two experts each are equal in 16 bits.
+        let digits = Tensor::new(&[[1f32], [1.0 + 1e-4]], &Device::Cpu)?.repeat((3, 1))?;
+        let pairs = p
+            .gate_weight()?
+            .to_dtype(DType::F32)?
+            .index_select(&Tensor::new(&[0u32, 0, 2, 2, 4, 4], &Device::Cpu)?, 0)?;
+        let gate = pairs.broadcast_mul(&digits)?;
+        let mut tensors = checkpoint(&p)?;
+        tensors.insert("mlp.gate.weight".into(), gate.clone());
+        let vb = VarBuilder::from_tensors(tensors, dtype, &Device::Cpu).pp("mlp");
+        let loaded = |path, f32_gate| -> Result<Vec<u32>> {
+            let router = RouterConfig { f32_gate, ..p.config.clone() };
+            let options = BlockOptions { router, ..options(&p) };
+            let context = BlockContext::default();
+            let (block, _) = load_layer_on(path, &options, &context, vb.pp("gate"), vb.pp("experts"))?;
+            Ok(bits(&block.forward(&p.rows()?)?))
+        };
+        let made = |gate: Tensor| -> Result<Vec<u32>> {
+            let prepare = Box::new(NoEp::new());
+            let block = SparseMoeBlock::new(gate, p.router()?, prepare, p.standard_experts()?, 0)?;
+            Ok(bits(&block.forward(&p.rows()?)?))
+        };
+        let exact = made(gate.clone())?;
+        let rounded = made(gate.to_dtype(dtype)?)?;
+        assert!(exact != rounded, "{dtype:?}");
+        for path in [MoePath::Fused, MoePath::Legacy] {
+            assert!(loaded(path, true)? == exact, "{path:?} {dtype:?}");
+            assert!(loaded(path, false)? == rounded, "{path:?} {dtype:?}");
         }
     }
     Ok(())

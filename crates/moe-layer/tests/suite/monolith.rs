@@ -161,14 +161,15 @@ fn experts_of_another_shape_are_refused_by_both_names() -> Result<()> {
     Ok(())
 }
 
-/// Returns four experts in bf16, as a rank with a Hopper GPU would hold them.
-fn on_hopper() -> Result<SparseMoeBlock> {
+/// Returns four experts in bf16 with a gate of this dtype, as a rank with a Hopper GPU would hold them.
+fn on_hopper(gate: DType) -> Result<SparseMoeBlock> {
     let zeros = |dims: &[usize]| Tensor::zeros(dims, DType::BF16, &Device::Cpu);
+    let gate = Tensor::zeros((4, 64), gate, &Device::Cpu)?;
     let weights = ExpertWeights::new(zeros(&[4, 128, 64])?, zeros(&[4, 64, 64])?, None, None)?;
     let spec = weights.spec(Activation::SwiGlu, 2);
     let experts = build_experts(&select_backend(&spec, None)?, weights.clone())?;
     let router = Router::new(RouterConfig::new(4, 2), Default::default())?;
-    let mut block = SparseMoeBlock::new(zeros(&[4, 64])?, router, Box::new(NoEp::new()), experts, 0)?;
+    let mut block = SparseMoeBlock::new(gate, router, Box::new(NoEp::new()), experts, 0)?;
     let there = ExpertsSpec { gpu: Some(Gpu::HOPPER), routing: RoutingMethod::Default, ..spec };
     for experts in MonolithicKernels::all(&there, &weights, None) {
         block = block.with_monolithic(Box::new(experts))?;
@@ -186,7 +187,7 @@ fn plan(block: &SparseMoeBlock, step: &PlanStep, machine: &Machine) -> (MoeForm,
 
 #[test]
 fn the_plan_of_a_gpu_is_made_without_one() -> Result<()> {
-    let block = on_hopper()?;
+    let block = on_hopper(DType::BF16)?;
     let machine = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
     let kernels = |rows, machine: &Machine| {
         let (form, stages) = plan(&block, &step(rows), machine);
@@ -218,6 +219,32 @@ fn the_plan_of_a_gpu_is_made_without_one() -> Result<()> {
     Ok(())
 }
 
+/// Launches that contain the router read the gate in the dtype of the rows.
+#[test]
+fn a_gate_in_f32_is_a_product_of_its_own() -> Result<()> {
+    let block = on_hopper(DType::F32)?;
+    let machine = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
+    let tensor = "gate_route + experts_tensor + combine";
+    for (rows, with_router) in [(1, "layer_stream"), (5, "gate_route"), (16, tensor), (600, "gate_route")] {
+        let (form, stages) = plan(&block, &step(rows), &machine);
+        assert_eq!(form, MoeForm::modular(Fusion::Nothing), "{rows} rows");
+        let router = &stages[0];
+        assert_eq!(
+            (router.computes, router.kernel.as_str(), router.note.as_deref()),
+            (&["router"][..], "gate product, then route", Some("the gate in f32"))
+        );
+        let why = "does not compute a gate in f32, which this layer has";
+        let whys: Vec<String> =
+            router.rejected.iter().map(|r| format!("{}: {}", r.kernel, r.reason)).collect();
+        for kernel in [with_router, "gate_route"] {
+            assert!(whys.contains(&format!("{kernel}: {why}")), "{rows} rows: {whys:?}");
+        }
+    }
+    let (_, stages) = plan(&block, &step(5), &Machine::default());
+    assert_eq!(stages[0].note.as_deref(), Some("the gate in f32"));
+    Ok(())
+}
+
 #[test]
 fn a_backend_that_was_asked_for_stands_before_the_monolithic_ones() -> Result<()> {
     let p = example(DType::F32);
@@ -237,6 +264,7 @@ fn a_backend_that_was_asked_for_stands_before_the_monolithic_ones() -> Result<()
                 epilogue: moe_kernels::plan::EpilogueCall::PLAIN,
             },
             dtype: DType::F32,
+            gate: DType::F32,
             fusion: Fusion::Nothing,
         };
         let Err(reason) = experts.fits(&call, &Machine::default()) else { bail!("fits") };

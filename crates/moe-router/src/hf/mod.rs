@@ -65,6 +65,7 @@ impl RouterConfig {
     /// | fused shared experts | `num_fused_shared_experts` | 0 |
     /// | zero experts | `zero_expert_num`, `zero_expert_type` | by `model_type`; 0 |
     /// | weight on input | `apply_router_weight_on_input` | by `model_type`; false |
+    /// | bias of the gate; gate in f32 | | by `model_type`; false |
     ///
     /// `moe_router_backend` is `softmax`, `sigmoid` or `fused_gate`, which is `noaux_tc`. `topk_method` is `greedy`,
     /// `group_limited_greedy` or `noaux_tc`.
@@ -107,6 +108,7 @@ impl RouterConfig {
             selection: selection(keys, &profile, &choice)?,
             correction_bias,
             gate_bias: profile.gate_bias,
+            f32_gate: profile.f32_gate,
             renormalize: keys.flag(&["norm_topk_prob"])?.map_or(profile.renormalize, |(_, b)| b),
             routed_scaling_factor: keys
                 .number("routed_scaling_factor")?

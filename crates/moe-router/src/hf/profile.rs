@@ -41,6 +41,8 @@ pub(crate) struct Profile {
     pub num_zero_experts: usize,
     /// Whether the gate has a bias.
     pub gate_bias: bool,
+    /// Whether transformers 5.24 keeps the gate in f32 (`_keep_in_fp32_modules_strict`) and multiplies in f32.
+    pub f32_gate: bool,
     /// Whether experts receive `weight * hidden`.
     pub weight_on_input: bool,
 }
@@ -56,6 +58,7 @@ const BASE: Profile = Profile {
     routed_scaling_factor: 1.0,
     num_zero_experts: 0,
     gate_bias: false,
+    f32_gate: false,
     weight_on_input: false,
 };
 
@@ -66,6 +69,7 @@ const NOAUX: Profile = Profile {
     renormalize: true,
     num_experts: Some(128),
     top_k: Some(8),
+    f32_gate: true,
     ..BASE
 };
 
@@ -90,7 +94,7 @@ const PROFILES: &[Profile] = &[
         weight_on_input: true,
         ..base(&["llama4_text"], 16, 1)
     },
-    Profile { model_types: &["deepseek_v2"], num_experts: Some(64), ..BASE },
+    Profile { model_types: &["deepseek_v2"], num_experts: Some(64), f32_gate: true, ..BASE },
     Profile {
         model_types: &["deepseek_v3", "deepseek_v32"],
         num_experts: Some(256),
@@ -122,7 +126,12 @@ const PROFILES: &[Profile] = &[
         renormalize: true,
         ..base(&["minimax_m2"], 256, 8)
     },
-    Profile { method: Method::BiasedTopK, renormalize: true, ..base(&["ernie4_5_moe"], 64, 6) },
+    Profile {
+        method: Method::BiasedTopK,
+        renormalize: true,
+        f32_gate: true,
+        ..base(&["ernie4_5_moe"], 64, 6)
+    },
     Profile {
         method: Method::BiasedTopK,
         routed_scaling_factor: 6.0,

@@ -42,6 +42,29 @@ fn the_gate_is_a_product_with_f32_logits() -> Result<()> {
     Ok(())
 }
 
+/// Rows are widened for a gate in f32, so no digit of it is lost.
+#[test]
+fn a_gate_in_f32_keeps_its_digits() -> Result<()> {
+    for dtype in [DType::BF16, DType::F16] {
+        let hidden = logits(&some_logits(12, 8, 1), 8)?.to_dtype(dtype)?;
+        // The rows of two experts are equal in 16 bits. Digits after them decide which one has the larger logit.
+        let coarse = logits(&some_logits(1, 8, 2), 8)?.to_dtype(dtype)?.to_dtype(DType::F32)?;
+        let weight = Tensor::cat(&[&(&coarse * (1.0 + 1e-4))?, &coarse], 0)?;
+        let router = Router::new(RouterConfig::new(2, 1), RouterParams::default())?;
+        let chosen = |weight: &Tensor| -> Result<Vec<u32>> {
+            let mut step = StepContext::default();
+            let routed = router.gate_and_route(&hidden, weight, None, 0, &mut step, &mut Exec::cpu())?;
+            routed.topk_ids.flatten_all()?.to_vec1()
+        };
+        let logit = hidden.to_dtype(DType::F32)?.matmul(&coarse.t()?)?.flatten_all()?.to_vec1::<f32>()?;
+        let larger: Vec<u32> = logit.iter().map(|logit| u32::from(*logit < 0.0)).collect();
+        assert!(larger.contains(&0) && larger.contains(&1), "{logit:?}");
+        assert_eq!(chosen(&weight)?, larger, "{dtype:?}");
+        assert_eq!(chosen(&weight.to_dtype(dtype)?)?, [0; 12], "{dtype:?}: equal experts");
+    }
+    Ok(())
+}
+
 #[test]
 fn logits_are_handed_out_on_request() -> Result<()> {
     let hidden = logits(&some_logits(4, 8, 1), 8)?;
@@ -90,7 +113,7 @@ fn a_gate_that_does_not_fit_is_refused() -> Result<()> {
     let e = run(tensor(&[4, 8], DType::F32)?, None);
     assert_eq!(e, "gate_and_route: expected gate weight with dims [5, 8], got [4, 8]");
     let e = run(tensor(&[5, 8], DType::BF16)?, None);
-    assert!(e.contains("expected") && e.contains("bf16"), "{e}");
+    assert!(e.contains("expected gate weight of dtype f32, got bf16"), "{e}");
     let e = run(tensor(&[5, 8], DType::F32)?, Some(tensor(&[4], DType::F32)?));
     assert!(e.contains("[5]") && e.contains("[4]"), "{e}");
     Ok(())

@@ -24,18 +24,19 @@ fn published_configurations() {
     let v2_lite = json!({"model_type": "deepseek_v2", "n_routed_experts": 64, "n_shared_experts": 2,
         "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
         "scoring_func": "softmax", "norm_topk_prob": false, "routed_scaling_factor": 1.0});
-    assert_eq!(from_hf(v2_lite), RouterConfig::new(64, 6));
+    let lite = RouterConfig { f32_gate: true, ..RouterConfig::new(64, 6) };
+    assert_eq!(from_hf(v2_lite), lite);
 
     // transformers' default of topk_method for this model type is greedy, whatever the groups are.
     let v2_silent = json!({"model_type": "deepseek_v2", "n_routed_experts": 64, "num_experts_per_tok": 6,
         "n_group": 8, "topk_group": 3});
-    assert_eq!(from_hf(v2_silent), RouterConfig::new(64, 6));
+    assert_eq!(from_hf(v2_silent), lite);
 
     let v2 = json!({"model_type": "deepseek_v2", "n_routed_experts": 160, "num_experts_per_tok": 6,
         "n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy", "scoring_func": "softmax",
         "norm_topk_prob": false, "routed_scaling_factor": 16.0});
     let want =
-        RouterConfig { selection: grouped(8, 3), routed_scaling_factor: 16.0, ..RouterConfig::new(160, 6) };
+        RouterConfig { selection: grouped(8, 3), routed_scaling_factor: 16.0, num_experts: 160, ..lite };
     assert_eq!(from_hf(v2), want);
 
     let v3 = RouterConfig {
@@ -44,6 +45,7 @@ fn published_configurations() {
         correction_bias: true,
         renormalize: true,
         routed_scaling_factor: 2.5,
+        f32_gate: true,
         ..RouterConfig::new(256, 8)
     };
     let published = json!({"model_type": "deepseek_v3", "n_routed_experts": 256, "num_experts_per_tok": 8,
@@ -52,12 +54,17 @@ fn published_configurations() {
     assert_eq!(from_hf(published), v3);
     assert_eq!(v3.routing_method(), RoutingMethod::DeepSeekV3);
 
-    // An unknown model type is accepted if it names its method.
+    // An unknown model type is accepted if it names its method. What is not in the configuration is then not known.
     let kimi_k2 = json!({"model_type": "kimi_k2", "n_routed_experts": 384, "num_experts_per_tok": 8,
         "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
         "norm_topk_prob": true, "routed_scaling_factor": 2.827});
-    let want =
-        RouterConfig { selection: grouped(1, 1), routed_scaling_factor: 2.827, num_experts: 384, ..v3 };
+    let want = RouterConfig {
+        selection: grouped(1, 1),
+        routed_scaling_factor: 2.827,
+        num_experts: 384,
+        f32_gate: false,
+        ..v3
+    };
     assert_eq!(from_hf(kimi_k2), want);
 
     let deepseek_v4 = json!({"model_type": "deepseek_v4", "n_routed_experts": 256, "num_experts_per_tok": 6,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use moe_router::candle::{Device, Result, Tensor};
-use moe_router::{Exec, Router, RouterConfig, RouterParams, Selection, StepContext};
+use moe_router::{Exec, Router, RouterConfig, RouterParams, Selection, StepContext, hf};
 use serde_json::{Value, json};
 
 use crate::{absent, rows};
@@ -86,4 +86,28 @@ fn missing_keys_get_the_defaults_of_transformers() {
         let want = RouterConfig::from_hf(&spelled_out).expect("spelled out");
         assert_eq!(RouterConfig::from_hf(&minimal).expect("minimal"), want, "{}", case["name"]);
     }
+}
+
+/// The model types whose modelling code names `gate.weight` in `_keep_in_fp32_modules_strict`, in transformers 5.24.
+#[test]
+fn gates_in_f32_are_those_that_transformers_keeps_so() {
+    let keeps = |model_type: &&str| {
+        let config = json!({"model_type": model_type, "n_routed_experts": 256, "num_experts_per_tok": 1});
+        RouterConfig::from_hf(&config).expect("a model type").f32_gate
+    };
+    let kept: Vec<&str> = hf::model_types().filter(keeps).collect();
+    let expected = [
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm4_moe",
+        "glm4v_moe_text",
+        "solar_open",
+        "glm_moe_dsa",
+        "exaone_moe",
+        "glm4_moe_lite",
+        "dots1",
+        "ernie4_5_moe",
+    ];
+    assert_eq!(kept, expected);
 }

@@ -48,7 +48,12 @@ pub fn monolithic_experts_into(
 ) -> Result<()> {
     let op = "monolithic_experts";
     let sizes = args.check(op, &io)?;
-    let call = MonolithicCall { experts: sizes, dtype: DType::BF16, fusion: io.fusion() };
+    let call = MonolithicCall {
+        experts: sizes,
+        dtype: DType::BF16,
+        gate: args.gate.weight.dtype(),
+        fusion: io.fusion(),
+    };
     if let Err(reason) = form.fits(&call, &ex.machine()) {
         bail!("{op}: {} {reason}", form.name())
     }
