@@ -6,7 +6,7 @@ use moe_kernels::{Activation, QuantGroup, QuantScheme};
 use crate::common::*;
 use crate::fused::{Case, check, work};
 use crate::packs::Packs;
-use crate::quant::matrices::{fp8, int};
+use crate::quant::matrices::{fp8, int, q4k};
 
 /// The activation of gpt-oss.
 const OAI: Activation = Activation::SwiGluOai { alpha: 1.702, limit: 7.0 };
@@ -77,12 +77,13 @@ fn quantised_experts_with_biases_are_those_of_their_definition() {
         (true, Tensor, 3, 40),
         (false, Wide, 3, 300),
     ];
-    let schemes: [QuantScheme; 5] = [
+    let schemes: [QuantScheme; 6] = [
         int(4, 128, false, false),
         int(4, 32, true, false),
         int(8, 64, true, false),
         fp8(QuantGroup::Block { n: 128, k: 128 }),
         QuantScheme::fp4(QuantGroup::Size(32)),
+        q4k(),
     ];
     for (at, [hidden, inter]) in
         small([[128, 128], [384, 256], [1024, 384]], 128, |size| size[0]).into_iter().enumerate()

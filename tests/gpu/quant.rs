@@ -6,6 +6,7 @@ mod linear;
 pub mod matrices;
 pub mod order;
 mod packing;
+mod q4k;
 
 use candle_core::DType;
 use moe_kernels::half::bf16;

@@ -326,7 +326,8 @@ fn ranks_have_the_bits_of_one() {
 #[test]
 fn types_without_kernels_on_a_gpu_are_refused_by_name() {
     for (ggml, named) in [
-        (GgmlType::Q4K, "int4 group 32 of 256 with minima"),
+        (GgmlType::Q4_1, "int4 group 32 with minima"),
+        (GgmlType::Q5K, "int5 group 32 of 256 with minima"),
         (GgmlType::Iq4Xs, "iq4_nl group 32"),
         (GgmlType::Q6K, "int6 group 16 of 256"),
     ] {

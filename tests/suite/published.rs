@@ -13,10 +13,11 @@ use model_families::ALL;
 use model_runtime::{AttentionConfig, Config, MixerConfig, MlaConfig, QkNorm};
 use moe_engine::{AttentionSpec, ModelSpec};
 use moe_kernels::plan::{
-    AttentionCall, AttentionForm, EpilogueCall, ExpertsCall, ExpertsForm, Form, FusedLinearForm, Fusion, Gpu,
-    LinearCall, LinearForm, Machine, MonolithicCall, MonolithicForm, PerHeadCall, PerHeadForm, PromptCall,
-    PromptForm, RouterCall, RouterForm,
+    AttentionCall, AttentionForm, ColumnOrder, EpilogueCall, ExpertsCall, ExpertsForm, Form, FusedLinearForm,
+    Fusion, Gpu, LinearCall, LinearForm, Machine, MonolithicCall, MonolithicForm, PerHeadCall, PerHeadForm,
+    PromptCall, PromptForm, QuantWeights, RouterCall, RouterForm,
 };
+use moe_kernels::{QuantGroup, QuantScheme};
 use moe_router::{Router, RouterParams};
 
 /// Rows of a step, around the bounds of the forms.
@@ -76,6 +77,8 @@ fn configs() -> Vec<(String, Config)> {
 struct Requested<'a> {
     spec: &'a dyn ModelSpec,
     machine: Machine,
+    /// How all matrices but the router are quantised, with scales in bytes on a device.
+    quant: Option<QuantScheme>,
     kernels: BTreeSet<String>,
 }
 
@@ -86,8 +89,20 @@ impl Requested<'_> {
         form
     }
 
+    fn weights(&self, gate_up: bool) -> Option<QuantWeights> {
+        let weights = |scheme| QuantWeights {
+            scheme,
+            scales: DType::U8,
+            gate_up,
+            in_blocks: false,
+            order: ColumnOrder::Input,
+        };
+        self.quant.map(weights)
+    }
+
     fn linear(&mut self, rows: usize, [n, k]: [usize; 2], bias: bool) {
-        let call = LinearCall { rows, n, k, dtype: DType::BF16, quant: None, bias, aligned: true };
+        let quant = self.weights(false);
+        let call = LinearCall { rows, n, k, dtype: DType::BF16, quant, bias, aligned: true };
         match FusedLinearForm::Stream.fits(&call, &self.machine) {
             Ok(()) => drop(self.kernels.insert(FusedLinearForm::Stream.name().to_string())),
             Err(_) => drop(self.choose::<LinearForm>(&call)),
@@ -221,7 +236,7 @@ impl Requested<'_> {
             num_local: config.num_experts + shared,
             hidden: decoder.hidden_size,
             inter: moe.intermediate_size,
-            quant: None,
+            quant: self.weights(true).zip(self.weights(false)).map(Into::into),
             passes: 1,
             epilogue: EpilogueCall { bias: moe.expert_bias, activation: decoder.activation },
         };
@@ -257,9 +272,9 @@ impl Requested<'_> {
 }
 
 /// The kernels of the tier "any" in decode steps and prompts of a model.
-fn any_kernels(config: &Config, machine: Machine) -> BTreeSet<String> {
+fn any_kernels(config: &Config, machine: Machine, quant: Option<QuantScheme>) -> BTreeSet<String> {
     let spec = ALL.parse(config).unwrap();
-    let mut asked = Requested { spec: spec.as_ref(), machine, kernels: BTreeSet::new() };
+    let mut asked = Requested { spec: spec.as_ref(), machine, quant, kernels: BTreeSet::new() };
     for rows in ROWS {
         asked.step(rows, true);
         asked.step(rows, false);
@@ -277,7 +292,7 @@ fn published_models_take_tuned_kernels_on_hopper() {
         let listed = EXCEPTIONS.iter().filter(|(_, models, _)| models.contains(&name.as_str()));
         let expected: BTreeSet<String> = listed.map(|(kernel, ..)| kernel.to_string()).collect();
         assert_eq!(
-            any_kernels(config, machine),
+            any_kernels(config, machine, None),
             expected,
             "{name}: kernels of the tier any, and those that are listed"
         );
@@ -292,11 +307,24 @@ fn published_models_take_tuned_kernels_on_hopper() {
     }
 }
 
+/// The sizes of files in Q4_K, which are those of the config.
+#[test]
+fn qwen3_30b_in_q4_k_takes_tuned_kernels_on_hopper() {
+    let machine = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };
+    let q4_k = QuantScheme::int(4, QuantGroup::Size(32)).with_minima().with_shared_scales(8);
+    let configs = configs();
+    let (_, config) = configs.iter().find(|(name, _)| name == "qwen3-30b-a3b").unwrap();
+    assert_eq!(any_kernels(config, machine, Some(q4_k)), BTreeSet::new());
+    // Other types with minima have no tuned kernels.
+    let q4_1 = QuantScheme::int(4, QuantGroup::Size(32)).with_minima();
+    assert!(any_kernels(config, machine, Some(q4_1)).contains("any_quant_experts"));
+}
+
 #[test]
 fn a_card_without_machine_code_takes_the_tier_any() {
     let machine = Machine { gpu: Some(Gpu::ptx_only((9, 0), 232_448, 132).unwrap()), ..Machine::default() };
     for (name, config) in configs() {
-        let kernels = any_kernels(&config, machine);
+        let kernels = any_kernels(&config, machine, None);
         for kernel in ["any_linear", "any_attention", "gate product, then route"] {
             assert!(kernels.contains(kernel), "{name}: {kernels:?}");
         }

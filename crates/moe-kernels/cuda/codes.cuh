@@ -18,14 +18,16 @@ enum class Output : int32_t {
 /// How logits become scores.
 enum class Scoring : int32_t { kSoftmax = 0, kSigmoid = 1, kSqrtSoftplus = 2 };
 
-/// The number format of the weights of a quantised pack. kFp4 and kNvfp4 differ in their scales (quant/fp4.cuh).
-enum class QuantFormat : int32_t { kInt4 = 0, kInt8 = 1, kFp8 = 2, kFp4 = 3, kNvfp4 = 4 };
+/// The number format of the weights of a quantised pack. kFp4 and kNvfp4 differ in their scales (quant/fp4.cuh). kQ4k
+/// has integers with minima, and scales in two levels (quant/q4k.cuh).
+enum class QuantFormat : int32_t { kInt4 = 0, kInt8 = 1, kFp8 = 2, kFp4 = 3, kNvfp4 = 4, kQ4k = 5 };
+constexpr QuantFormat kLastFormat = QuantFormat::kQ4k;
 
 /// Bits of a code.
 __host__ __device__ constexpr int code_bits(QuantFormat format) {
   return format == QuantFormat::kInt8 || format == QuantFormat::kFp8 ? 8 : 4;
 }
-/// Whether codes are integers, which have a zero point.
+/// Whether codes are integers with a zero point.
 __host__ __device__ constexpr bool is_integer(QuantFormat format) {
   return format == QuantFormat::kInt4 || format == QuantFormat::kInt8;
 }
@@ -33,6 +35,9 @@ __host__ __device__ constexpr bool is_integer(QuantFormat format) {
 __host__ __device__ constexpr bool is_fp4(QuantFormat format) {
   return format == QuantFormat::kFp4 || format == QuantFormat::kNvfp4;
 }
+
+/// Whether codes are integers with scales and minima in two levels.
+__host__ __device__ constexpr bool is_q4k(QuantFormat format) { return format == QuantFormat::kQ4k; }
 
 /// Whether a code is one of an enum whose last value is `last`.
 template <class Code>

@@ -15,6 +15,8 @@ mod ordered;
 mod packed;
 mod packing;
 mod places;
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+mod q4k;
 mod scale_lines;
 mod slot;
 mod sorted;

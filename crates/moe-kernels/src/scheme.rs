@@ -188,6 +188,14 @@ impl QuantScheme {
         self.offset == Offset::Minimum
     }
 
+    /// Whether this is the form of ggml's Q4_K, the only one with minima that GPUs read: integers of 4 bits in groups of
+    /// 32, with scales and minima in two levels, whose floats 128 columns or more share.
+    pub(crate) fn is_q4k(self) -> bool {
+        let shared = matches!(self.levels, Levels::Two(groups) if groups.is_multiple_of(4));
+        let group = self.group == QuantGroup::Size(32);
+        self.codes == Codes::Int(4) && group && self.has_minima() && shared && !self.act_order
+    }
+
     /// The zero point of integers without zero points of their own; 0 of codes that have none.
     pub fn middle(self) -> u8 {
         match self.codes {

@@ -1,5 +1,5 @@
 //! FP4 with scales at the ends of their range (zero and NaN, the smallest and the largest powers of two, and both in
-//! one row), and experts with sizes that are no multiples of 128.
+//! one row), and experts with sizes that are no multiples of 128, in Q4_K, too.
 
 use candle_core::DType;
 use moe_kernels::half::bf16;
@@ -7,7 +7,7 @@ use moe_kernels::linear_into;
 use moe_kernels::plan::ExpertsForm;
 use moe_kernels::quant::QuantUse;
 
-use super::matrices::{Matrix, Source, fp4};
+use super::matrices::{Matrix, Source, fp4, q4k};
 use crate::common::*;
 use crate::fused::check;
 use crate::packs::Packs;
@@ -106,7 +106,7 @@ fn experts_of_any_multiple_of_64_are_those_of_their_definition() {
         (false, Wide, 4, 240),
     ];
     for [hidden, inter] in small([[64, 192], [320, 64], [2880, 192], [192, 2880]], 64, |size| size[0]) {
-        for scheme in fp4() {
+        for scheme in fp4().into_iter().chain([q4k()]) {
             let packs = Packs::new(&mut rng, 12, [hidden, inter], Some(scheme));
             for (invariant, form, top_k, tokens) in small(forms, 9, |form| form.3) {
                 let case = (form, [12, top_k, hidden, inter], tokens);

@@ -8,12 +8,12 @@ use moe_kernels::{
     Buffer, Levels, PreNorm, QuantGroup, QuantScheme, Weight, linear_add_into, linear_into, norm_linear_into,
 };
 
-use super::matrices::{Matrix, Source, fp4, fp8, int};
+use super::matrices::{Matrix, Source, fp4, fp8, int, q4k};
 use crate::common::*;
 use crate::definition::{product, relative_error};
 
 /// Schemes that the fast kernels read.
-fn schemes() -> [QuantScheme; 10] {
+fn schemes() -> [QuantScheme; 11] {
     let [mxfp4, nvfp4] = fp4();
     [
         int(4, 128, false, false),
@@ -26,6 +26,7 @@ fn schemes() -> [QuantScheme; 10] {
         fp8(QuantGroup::Tensor),
         mxfp4,
         nvfp4,
+        q4k(),
     ]
 }
 
@@ -57,6 +58,7 @@ fn products_read_every_weight() {
         for scheme in schemes() {
             let matrix = Matrix::new(&mut rng, n, k, scheme, 1).with_every_code(&mut rng);
             let floats = matrix.floats();
+            let parts = (scheme == q4k()).then(|| matrix.rounded_parts());
             let w = weight(matrix);
             let one = |i: usize| bf16::from_f32(f32::from(u8::from(i / k == i % k)));
             let eye = Buffer::from_vec((0..k * k).map(one).collect(), &[k, k]).unwrap();
@@ -71,10 +73,12 @@ fn products_read_every_weight() {
                             let want = f64::from(floats[column * k + first + row]);
                             let off = (f64::from(*got) - want).abs();
                             let at = (first + row, column);
-                            assert!(
-                                off <= bound * want.abs(),
-                                "{scheme} {rows} rows, {at:?}: {got}, not {want}"
-                            );
+                            // Q4_K's weights are rounded for any number of rows.
+                            let bound = match &parts {
+                                Some(parts) => 2f64.powi(-8) * f64::from(parts[column * k + first + row]),
+                                None => bound * want.abs(),
+                            };
+                            assert!(off <= bound, "{scheme} {rows} rows, {at:?}: {got}, not {want}");
                         }
                     }
                 }
@@ -94,6 +98,7 @@ fn rows_of_any_magnitude_keep_their_values() {
     for scheme in schemes() {
         let matrix = Matrix::new(&mut rng, n, k, scheme, 1);
         let floats = matrix.floats();
+        let parts = (scheme == q4k()).then(|| matrix.rounded_parts());
         let w = weight(matrix);
         let mut x: Vec<f32> = Vec::new();
         for _ in 0..m {
@@ -111,6 +116,7 @@ fn rows_of_any_magnitude_keep_their_values() {
         };
         let out = each_alone(&x);
         let sizes: Vec<f64> = floats.iter().map(|w| f64::from(w.abs())).collect();
+        let rounded: Option<Vec<f64>> = parts.map(|parts| parts.iter().map(|x| f64::from(*x)).collect());
         for (row, got) in x.chunks(k).zip(&out) {
             let row: Vec<f32> = row.iter().map(|x| x.to_f32()).collect();
             let lost = row.chunks(128).flat_map(|block| {
@@ -123,7 +129,11 @@ fn rows_of_any_magnitude_keep_their_values() {
             });
             let lost: Vec<f64> = lost.collect();
             for (column, want) in product(&row, &floats, k).into_iter().enumerate() {
-                let bound: f64 = lost.iter().zip(&sizes[column * k..]).map(|(x, w)| x * w).sum();
+                let mut bound: f64 = lost.iter().zip(&sizes[column * k..]).map(|(x, w)| x * w).sum();
+                if let Some(rounded) = &rounded {
+                    let terms = row.iter().zip(&rounded[column * k..]);
+                    bound += terms.map(|(x, part)| f64::from(x.abs()) * part * 2f64.powi(-8)).sum::<f64>();
+                }
                 let off = (f64::from(got[column]) - want).abs();
                 assert!(
                     off <= bound,
@@ -183,8 +193,8 @@ fn products_are_those_of_their_definition() {
                 };
                 let got = run();
                 let again = run();
-                // A single row is computed by digits; from 65 rows on weights are rounded to bf16.
-                let bound = if m <= 64 { 5e-5 } else { 4e-3 };
+                // A single row is computed by digits; from 65 rows on, and with Q4_K always, weights are rounded to bf16.
+                let bound = if m <= 64 && scheme != q4k() { 5e-5 } else { 4e-3 };
                 let bounds = [("stored", &want, bound), ("in bf16", &want, 4e-3), ("added", &added, bound)];
                 for ((part, want, bound), (got, again)) in bounds.into_iter().zip(got.iter().zip(&again)) {
                     let what = format!("{scheme} {part} {m} x {n} x {k}");

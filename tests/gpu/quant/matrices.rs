@@ -31,7 +31,8 @@ impl Matrix {
         if scheme.is_int() {
             let most = scheme.largest_code();
             q.extend((0..n * k).map(|_| rng.bits() as u8 & most));
-            zero.extend((0..n * groups).map(|_| match scheme.has_zero_points() {
+            let zeros = if scheme.has_minima() { 0 } else { n * groups };
+            zero.extend((0..zeros).map(|_| match scheme.has_zero_points() {
                 true => rng.bits() as u8 & most,
                 false => scheme.middle(),
             }));
@@ -55,6 +56,25 @@ impl Matrix {
             // Powers of two, of which the largest is the unit.
             scale.iter_mut().for_each(|scale| *scale = unit * 2f32.powi(-(rng.below(6) as i32)));
         }
+        let mut minimum = Vec::new();
+        let mut minimum_levels = TwoLevels::default();
+        if let Levels::Two(sharing) = scheme.levels {
+            let mut levels = |least: u32, shared: f32| -> (TwoLevels, Vec<f32>) {
+                let factor: Vec<u8> =
+                    (0..n * groups).map(|_| (least + rng.bits() as u32 % (64 - least)) as u8).collect();
+                let shared: Vec<f32> = (0..n * groups.div_ceil(sharing))
+                    .map(|_| f16::from_f32(shared * (0.75 + 0.25 * rng.float())).to_f32())
+                    .collect();
+                let of = |i: usize| shared[i / groups * groups.div_ceil(sharing) + i % groups / sharing];
+                let product = factor.iter().enumerate().map(|(i, factor)| f32::from(*factor) * of(i));
+                let product = product.collect();
+                (TwoLevels { factor, shared }, product)
+            };
+            (scale_levels, scale) = levels(0, unit / 64.0);
+            if scheme.has_minima() {
+                (minimum_levels, minimum) = levels(0, 1.0 / 64.0);
+            }
+        }
         if scheme.levels == Levels::Fp8 {
             // Factors below 1, some of them 0 or subnormal.
             scale_levels.factor.extend((0..n * groups).map(|_| (rng.bits() % 0x38) as u8));
@@ -66,7 +86,7 @@ impl Matrix {
             n,
             k,
             scheme,
-            rows: LogicalRows { q, scale, zero, scale_levels, ..LogicalRows::default() },
+            rows: LogicalRows { q, scale, zero, minimum, scale_levels, minimum_levels },
             perm,
         }
     }
@@ -97,6 +117,42 @@ impl Matrix {
         self
     }
 
+    /// Changes the integers and floats of scales and minima, row by row and group by group: [s, m] and [d, e].
+    pub fn with_levels(mut self, change: impl Fn(usize, usize, &mut [u8; 2], &mut [f32; 2])) -> Self {
+        let Levels::Two(sharing) = self.scheme.levels else { panic!("{}", self.scheme) };
+        let groups = self.scheme.groups(self.k);
+        let shared = groups.div_ceil(sharing);
+        let LogicalRows { scale, minimum, scale_levels, minimum_levels, .. } = &mut self.rows;
+        for i in 0..self.n * groups {
+            let at = i / groups * shared + i % groups / sharing;
+            let mut integers = [scale_levels.factor[i], minimum_levels.factor[i]];
+            let mut floats = [scale_levels.shared[at], minimum_levels.shared[at]];
+            change(i / groups, i % groups, &mut integers, &mut floats);
+            [scale_levels.factor[i], minimum_levels.factor[i]] = integers;
+            [scale_levels.shared[at], minimum_levels.shared[at]] = floats;
+        }
+        for i in 0..self.n * groups {
+            let at = i / groups * shared + i % groups / sharing;
+            scale[i] = f32::from(scale_levels.factor[i]) * scale_levels.shared[at];
+            minimum[i] = f32::from(minimum_levels.factor[i]) * minimum_levels.shared[at];
+        }
+        self
+    }
+
+    /// What the fast kernels round of each weight of Q4_K, [N, K]: its value, its scale times eight, and the value of
+    /// the code in the middle.
+    pub fn rounded_parts(&self) -> Vec<f32> {
+        let groups = self.scheme.groups(self.k);
+        let group = self.scheme.group_size(self.k);
+        let floats = self.floats();
+        let part = |(i, w): (usize, &f32)| {
+            let at = i / self.k * groups + i % self.k / group;
+            let middle = 8.0 * self.rows.scale[at];
+            w.abs() + middle.abs() + (middle - self.rows.minimum[at]).abs()
+        };
+        floats.iter().enumerate().map(part).collect()
+    }
+
     /// [N, K] in the order of x.
     pub fn floats(&self) -> Vec<f32> {
         let groups = self.scheme.groups(self.k);
@@ -109,10 +165,11 @@ impl Matrix {
             let value = match self.scheme.codes {
                 Codes::E4m3 => e4m3(self.rows.q[i]),
                 Codes::E2m1 => e2m1(self.rows.q[i]),
-                _ => f32::from(self.rows.q[i]) - f32::from(self.rows.zero[at]),
+                _ => f32::from(self.rows.q[i]) - self.rows.zero.get(at).map_or(0.0, |zero| f32::from(*zero)),
             };
             let column = self.perm.as_ref().map_or(j, |perm| perm[j] as usize);
-            w[row * self.k + column] = self.rows.scale[at] * value;
+            let minimum = self.rows.minimum.get(at).copied().unwrap_or_default();
+            w[row * self.k + column] = self.rows.scale[at] * value - minimum;
         }
         w
     }
@@ -151,9 +208,14 @@ impl QuantRows for Rows<'_> {
         out.q = m.rows.q[of(m.k)].to_vec();
         out.scale = m.rows.scale[of(groups)].to_vec();
         out.zero = m.rows.zero.get(of(groups)).unwrap_or_default().to_vec();
-        let levels = &m.rows.scale_levels;
-        out.scale_levels.factor = levels.factor.get(of(groups)).unwrap_or_default().to_vec();
-        out.scale_levels.shared = levels.shared.get(rows).unwrap_or_default().to_vec();
+        out.minimum = m.rows.minimum.get(of(groups)).unwrap_or_default().to_vec();
+        let shared = m.scheme.shared_scales(m.k);
+        for (levels, out) in
+            [(&m.rows.scale_levels, &mut out.scale_levels), (&m.rows.minimum_levels, &mut out.minimum_levels)]
+        {
+            out.factor = levels.factor.get(of(groups)).unwrap_or_default().to_vec();
+            out.shared = levels.shared.get(of(shared)).unwrap_or_default().to_vec();
+        }
         Ok(())
     }
 }
@@ -214,6 +276,11 @@ pub fn fp4() -> [QuantScheme; 2] {
     [group(32), group(16).with_fp8_scales()]
 }
 
+/// The scheme of ggml's Q4_K.
+pub fn q4k() -> QuantScheme {
+    int(4, 32, false, false).with_minima().with_shared_scales(8)
+}
+
 /// Every kind of scheme that is possible for K columns. The last group of 128 may be shorter.
 pub fn schemes(k: usize) -> Vec<QuantScheme> {
     let mut all = Vec::new();
@@ -225,6 +292,6 @@ pub fn schemes(k: usize) -> Vec<QuantScheme> {
     }
     let blocks = [(128, 128), (16, 40)].map(|(n, k)| QuantGroup::Block { n, k });
     all.extend(blocks.into_iter().chain([QuantGroup::Channel, QuantGroup::Tensor]).map(fp8));
-    all.extend(fp4().into_iter().filter(|scheme| k.is_multiple_of(scheme.group_size(k))));
+    all.extend(fp4().into_iter().chain([q4k()]).filter(|scheme| k.is_multiple_of(scheme.group_size(k))));
     all
 }

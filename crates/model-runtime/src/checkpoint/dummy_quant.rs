@@ -27,6 +27,8 @@ const E8M0_SCALES: [f32; 2] = [1.0 / 256.0, 1.0 / 128.0];
 const LARGER_OF_16: u64 = 11;
 /// The E4M3 codes of 0.75 to 1.25.
 const FP8_SPREAD: std::ops::RangeInclusive<u8> = 0x34..=0x3a;
+/// The integers of scales in two levels, of which 32 stands for the usual scale.
+const LEVELS: std::ops::RangeInclusive<u8> = 24..=40;
 /// Root mean square of the values of IQ4_NL.
 const IQ4_NL_DEVIATION: f64 = 67.44;
 
@@ -97,8 +99,23 @@ impl RandomRows {
         STD / deviation
     }
 
+    /// The integer around which the codes of integers are.
+    fn center(&self) -> u8 {
+        if self.scheme.has_minima() { 1 << (self.scheme.bits() - 1) } else { self.scheme.middle() }
+    }
+
+    /// The float that all groups of the matrix share, where an integer and a float make a scale.
+    fn shared(&self) -> f32 {
+        f16::from_f64(self.scale() / 32.0).to_f32()
+    }
+
     /// Adds the scale of a group, from its random bits.
     fn push_scale(&self, bits: u64, out: &mut LogicalRows) {
+        if let Levels::Two(_) = self.scheme.levels {
+            let integer = LEVELS.start() + (bits >> 48) as u8 % LEVELS.len() as u8;
+            out.scale_levels.factor.push(integer);
+            return out.scale.push(f32::from(integer) * self.shared());
+        }
         if self.scheme.levels == Levels::Fp8 {
             let spread = FP8_SPREAD.start() + (bits >> 48) as u8 % FP8_SPREAD.len() as u8;
             out.scale_levels.factor.push(spread);
@@ -109,6 +126,15 @@ impl RandomRows {
         }
         let spread = 0.75 + (bits >> 48) as f64 / f64::from(1 << 17);
         out.scale.push(f16::from_f64(self.scale() * spread).to_f32());
+    }
+
+    /// Adds the minima of rows whose scales are complete: the center of the codes times the scale.
+    fn push_minima(&self, out: &mut LogicalRows) {
+        let center = f32::from(self.center());
+        let LogicalRows { scale, minimum, scale_levels, minimum_levels, .. } = out;
+        minimum.extend(scale.iter().map(|scale| scale * center));
+        minimum_levels.factor.extend(&scale_levels.factor);
+        minimum_levels.shared.extend(scale_levels.shared.iter().map(|shared| shared * center));
     }
 
     /// The zero point of a group, from its random bits.
@@ -151,7 +177,7 @@ impl QuantRows for RandomRows {
             // integers would not be the zero point. All rows of a product would then grow alike, and every token would
             // choose the same experts.
             let codes = &mut out.q[start..];
-            let middle = self.scheme.middle();
+            let middle = self.center();
             match self.scheme.codes {
                 Codes::E4m3 => codes.iter_mut().filter(|q| **q & 0x7f == 0x7f).for_each(|q| *q ^= 1),
                 Codes::E2m1 | Codes::Iq4Nl => {}
@@ -160,13 +186,19 @@ impl QuantRows for RandomRows {
             for g in 0..groups {
                 let bits = self.group(row, first_group + g);
                 self.push_scale(bits, out);
-                if self.scheme.is_int() {
+                if self.scheme.is_int() && !self.scheme.has_minima() {
                     out.zero.push(self.zero(bits));
                 }
             }
-            if self.scheme.levels == Levels::Fp8 {
-                out.scale_levels.shared.push(self.scale() as f32);
+            let shared = self.scheme.shared_scales(self.columns.len());
+            match self.scheme.levels {
+                Levels::Fp8 => out.scale_levels.shared.push(self.scale() as f32),
+                Levels::Two(_) => out.scale_levels.shared.extend(std::iter::repeat_n(self.shared(), shared)),
+                Levels::One => {}
             }
+        }
+        if self.scheme.has_minima() {
+            self.push_minima(out);
         }
         Ok(())
     }
@@ -178,14 +210,18 @@ mod tests {
 
     use super::*;
 
-    fn schemes() -> [QuantScheme; 6] {
+    fn schemes() -> [QuantScheme; 9] {
         let int = |bits, group, zero_point| {
             QuantScheme::int(bits, QuantGroup::Size(group)).with_zero_points(zero_point)
         };
         let block = QuantScheme::fp8(QuantGroup::Block { n: 16, k: 32 });
         let fp4 = QuantScheme::fp4(QuantGroup::Size(32));
         let nvfp4 = QuantScheme::fp4(QuantGroup::Size(16)).with_fp8_scales();
-        [int(4, 32, false), int(8, 64, true), block, QuantScheme::fp8(QuantGroup::Tensor), fp4, nvfp4]
+        let q4k = int(4, 32, false).with_minima().with_shared_scales(8);
+        let q4_1 = int(4, 32, false).with_minima();
+        let q6k = int(6, 16, false).with_shared_scales(16);
+        let tensor = QuantScheme::fp8(QuantGroup::Tensor);
+        [int(4, 32, false), int(8, 64, true), block, tensor, fp4, nvfp4, q4k, q4_1, q6k]
     }
 
     fn floats(part: &QuantPart<'_>) -> Result<Vec<f32>> {
@@ -197,7 +233,8 @@ mod tests {
         let groups = rows.scheme().groups(k);
         let value = |i: usize| {
             let at = i / k * groups + i % k / scheme.group_size(k);
-            all.scale[at] * (scheme.value(all.q[i]) - all.zero.get(at).map_or(0.0, |zero| f32::from(*zero)))
+            let zero = all.zero.get(at).map_or(0.0, |zero| f32::from(*zero));
+            all.scale[at] * (scheme.value(all.q[i]) - zero) - all.minimum.get(at).unwrap_or(&0.0)
         };
         Ok((0..n * k).map(value).collect())
     }

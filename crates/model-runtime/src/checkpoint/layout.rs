@@ -14,6 +14,9 @@ use moe_quant::{Format, QuantConfig, QuantError};
 
 use super::{TensorSlice, TensorSpec};
 
+/// On a GPU this number of columns of weights with minima share their floats, so a part has whole ones.
+const GPU_PART: usize = 128;
+
 /// What a checkpoint has, as one rank sees it.
 #[derive(Clone, Debug)]
 pub struct TensorLayout {
@@ -112,7 +115,10 @@ impl TensorLayout {
             }
             let part =
                 held.get(spec.name.as_str()).and_then(|slice| slice.ranges.last()).map_or(k, Range::len);
-            let sizes = format.tp_sizes(k);
+            let mut sizes = format.tp_sizes(k);
+            if on_gpu && format.scheme().has_minima() {
+                sizes.retain(|ranks| *ranks == 1 || (k / ranks).is_multiple_of(GPU_PART));
+            }
             let ranks = k.checked_div(part).unwrap_or(1);
             let scheme = format.scheme();
             if expect_codec(scheme, on_gpu).is_err() {

@@ -9,7 +9,7 @@ use model_runtime::{
     PackOrder, ParallelConfig, QkNorm, RankView, TensorLayout, TensorNames,
 };
 use moe_layer::RouterConfig;
-use moe_quant::{Format, GgmlType, QuantConfig};
+use moe_quant::{Format, GgmlType, QuantConfig, QuantError};
 
 use crate::message;
 
@@ -281,6 +281,23 @@ fn ranks_hold_their_heads_of_norms_over_all_heads() {
             let cached = part.kv_layout(DType::F32);
             assert_eq!((cached.num_kv_heads, cached.head_dim), (kv_heads, d));
         }
+    }
+}
+
+/// On a GPU 128 columns of Q4_K share their floats, elsewhere groups of 32 may be cut apart.
+#[test]
+fn parts_of_q4_k_on_a_gpu_have_whole_units() {
+    let formats = HashMap::from([("a".to_string(), Format::Ggml(GgmlType::Q4K))]);
+    let quantisation = QuantConfig::gguf(formats, Vec::new());
+    for (ranks, is_read) in [(1, true), (2, true), (4, false), (3, true), (6, true), (8, false)] {
+        let part = 768 / ranks;
+        let mut list = TensorLayout::new(&Geometry::default());
+        list.columns("a.weight", [256, 768], 0..part);
+        list.check_quantised(&quantisation, false).unwrap();
+        let checked = list.check_quantised(&quantisation, true);
+        assert_eq!(checked.is_ok(), is_read, "{ranks}: {checked:?}");
+        let named = |e: QuantError| e.to_string().contains("1, 2, 3, 6 work");
+        assert!(checked.err().is_none_or(named), "{ranks}");
     }
 }
 

@@ -7,6 +7,7 @@
 // which are the registers a0 = (w0, w1) .. a3 = (w6, w7):
 // - int4, one word: a_i at bits 4 i and 16 + 4 i, so that (v >> 4 i) & 0x000f000f is the pair;
 // - FP4, one word: quant/fp4.cuh;
+// - Q4_K, as int4;
 // - 8 bits, two words: bytes w0 w2 w1 w3 and w4 w6 w5 w7, so that v & 0x00ff00ff and (v >> 8) & 0x00ff00ff are pairs.
 #pragma once
 
@@ -20,13 +21,14 @@ namespace moe {
 struct QuantPack {
   const uint8_t* q;       // [experts, n_tiles, k_packed / KT] tiles of 512 bytes
   const void* scales;     // [experts, n_tiles, groups, scale_rows] of `scale_dtype`; FP4: [experts, n_tiles] of 16
-                          // floats, the factors of the tile's rows, and bytes [groups, 16] (quant/fp4.cuh)
+                          // floats, the factors of the tile's rows, and bytes [groups, 16] (quant/fp4.cuh); Q4_K:
+                          // units of 128 columns (quant/q4k.cuh)
   const uint8_t* zeros;   // [experts, n_tiles, groups, 16] zero points; null: 8 (int4), 128 (int8), none (floats)
   const uint32_t* perm;   // [experts, k_packed] column of x, u32::MAX = none; null: packed column i is column i of x
   int64_t experts, n, k;  // rows of a matrix (gate and up together) and columns of x
   int64_t n_tiles, k_packed;  // rows and columns that a matrix does not have are zero weights
   int64_t group, groups;      // packed column i belongs to group min(i / group, groups - 1)
-  QuantFormat format;         // w = scale * (q - zero), scale * e4m3(q) or scale * e2m1(q)
+  QuantFormat format;         // w = scale * (q - zero), scale * e4m3(q), scale * e2m1(q) or scale * q - minimum
   Dtype scale_dtype;
   int scale_rows;  // 16: a scale for each row of a tile; 2: for its rows 0 .. 7 and 8 .. 15
   int gate_up;     // not 0: tile t holds gate rows 8 t .. 8 t + 7 and, as rows 8 .. 15, these up rows

@@ -23,6 +23,7 @@ constexpr int kSteps = kUnit / 16;
 struct RowScales {
   float scale[2];
   uint32_t zero[2];
+  float minimum[2];  // of Q4_K
 };
 
 template <QuantFormat kFormat>
@@ -32,7 +33,11 @@ __device__ __forceinline__ RowScales row_scales(const Matrix& w, size_t row, int
   RowScales s;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    if constexpr (is_fp4(kFormat)) {
+    if constexpr (is_q4k(kFormat)) {
+      const uint8_t* unit = w.scales + (row * units_of(w.k) + column / kUnitColumns) * kUnitBytes;
+      const ScaleMinimum of = q4k_scale(unit, column / kQ4kGroup % kUnitGroups, g + 8 * half);
+      s.scale[half] = of.scale, s.minimum[half] = of.minimum, s.zero[half] = kQ4kCodes;
+    } else if constexpr (is_fp4(kFormat)) {
       // The scale is a float of its own here, and the operand of `unpack` is 2^126: weights then have the rounding of
       // the definition, scale times code.
       const uint8_t* factors = w.scales + row * fp4_row_bytes(w.groups);
@@ -101,9 +106,11 @@ __global__ void __launch_bounds__(kWarps * 32) dequantise_rows(const Matrix w, i
 #pragma unroll
       for (int part = 0; part < 4; ++part) {
         const float2 q = unpack_bf16(pairs[part]);
-        const float scale = s.scale[part % 2];
+        const float scale = s.scale[part % 2], minimum = is_q4k(kFormat) ? s.minimum[part % 2] : 0.f;
         const int chunk = 2 * step + part / 2, r = g + part % 2 * 8;
-        *reinterpret_cast<uint32_t*>(to + r * 128 + ((chunk ^ g) << 4) + c * 4) = pack_bf16(scale * q.x, scale * q.y);
+        const float2 v = is_q4k(kFormat) ? make_float2(scale * q.x - minimum, scale * q.y - minimum)
+                                         : make_float2(scale * q.x, scale * q.y);
+        *reinterpret_cast<uint32_t*>(to + r * 128 + ((chunk ^ g) << 4) + c * 4) = pack_bf16(v.x, v.y);
       }
     }
     __syncwarp();
@@ -141,6 +148,7 @@ extern "C" int moe_quant_dequantise(const moe::QuantPack* w, __nv_bfloat16* out,
     case QuantFormat::kInt8: return dequantise<QuantFormat::kInt8>(*w, m, out, stream);
     case QuantFormat::kFp4: return dequantise<QuantFormat::kFp4>(*w, m, out, stream);
     case QuantFormat::kNvfp4: return dequantise<QuantFormat::kNvfp4>(*w, m, out, stream);
+    case QuantFormat::kQ4k: return dequantise<QuantFormat::kQ4k>(*w, m, out, stream);
     default: return dequantise<QuantFormat::kFp8>(*w, m, out, stream);
   }
 }

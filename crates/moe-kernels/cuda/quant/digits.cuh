@@ -121,14 +121,14 @@ __device__ __forceinline__ void mma(int (&c)[4], const uint32_t (&a)[4], uint32_
 /// For 4-bit weights, the numbers of rows g + 8 are 16 times as large as the weights: they are the upper four bits of
 /// each byte, which are masked but not shifted.
 template <QuantFormat kFormat>
-constexpr int kUpper = kFormat == QuantFormat::kInt4 ? 16 : 1;
+constexpr int kUpper = code_bits(kFormat) == 4 ? 16 : 1;
 
 /// Weights of two k-steps as bytes: the row operand of `mma`.
 template <QuantFormat kFormat>
 __device__ __forceinline__ void bytes(const uint32_t* words, uint32_t (&a)[4]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if constexpr (kFormat == QuantFormat::kInt4) {
+    if constexpr (code_bits(kFormat) == 4) {
       a[2 * i] = words[i] & 0x0f0f0f0fu, a[2 * i + 1] = words[i] & 0xf0f0f0f0u;
     } else {
       a[2 * i] = __byte_perm(words[2 * i], words[2 * i + 1], 0x6240);

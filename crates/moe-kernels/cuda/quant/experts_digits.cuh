@@ -14,6 +14,7 @@
 #include "experts/tensor_kernel.cuh"
 #include "quant/digits.cuh"
 #include "quant/experts.cuh"
+#include "quant/q4k_digits.cuh"
 
 namespace moe::experts_tensor {
 
@@ -25,7 +26,7 @@ struct DigitWeights : quant::ExpertStage<kFormat, quant::digits::kColumns, kShar
   using typename Base::Source;
   using typename Base::Stage;
   using Self = DigitWeights;
-  using RowSide = quant::digits::Side<Stage::kShares>;
+  using RowSide = quant::digits::Side<Stage::kWhole ? kUnitGroups : Stage::kShares>;
   static constexpr int kGroup = quant::digits::kGroup;
   static constexpr int kFewestRows = kGroup;
   static constexpr int kRowArrivals = 64;  // arrivals of the lanes that load scales, and of the lanes that load rows
@@ -48,6 +49,7 @@ struct DigitWeights : quant::ExpertStage<kFormat, quant::digits::kColumns, kShar
   static __device__ __forceinline__ void multiply(const Block<Self>& b, const Args<Self>& a, const Work& work,
                                                   Cursor& at, float (&acc)[kSums<kRows>]) {
     constexpr int kGroups = kRows / kGroup;
+    if constexpr (Stage::kWhole) return multiply_units<kGroups>(b, work, at, acc);
     const int block = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Source s = a.source[work.product];
     // Byte offsets from the beginning of a stage to this lane's weights and to its digits in both halves of the
@@ -96,6 +98,35 @@ struct DigitWeights : quant::ExpertStage<kFormat, quant::digits::kColumns, kShar
                                     acc[group / 2 * 4 + group % 2 + 2 * i]);
           }
         }
+      }
+      Stage::give_back(b.empty(at.stage), false);
+    }
+  }
+
+  /// The same with Q4_K (q4k_digits.cuh).
+  template <int kGroups, int kAcc>
+  static __device__ __forceinline__ void multiply_units(const Block<Self>& b, const Work& work, Cursor& at,
+                                                        float (&acc)[kAcc]) {
+    const int block = threadIdx.x / 32, lane = threadIdx.x % 32;
+    uint32_t weights_at = block * Stage::kBlockBytes + lane * 16;
+    uint32_t x_at = Self::kBytes + quant::digits::lane_offset(0);
+    uint32_t side_at = block * Stage::Q4k::kBlockBytes + lane / 4 * 4;
+    uint32_t row_at = kRowSides + lane % 4 * sizeof(RowSide);
+    keep(weights_at), keep(x_at), keep(side_at), keep(row_at);
+    constexpr uint32_t kOther = 512, kSwapped = 64;  // the digits of the other half of the columns: see `lane_offset`
+    for (int step = 0; step < work.steps; ++step, at.advance(b.stages)) {
+      mbarrier_wait(b.full(at.stage), at.parity);
+      const uint8_t *stage = b.weights(at.stage), *side = b.side(at.stage);
+      const RowSide* rows = reinterpret_cast<const RowSide*>(side + row_at);
+      typename Stage::Words words;
+      Stage::read(stage + weights_at, words);
+      const quant::digits::UnitScales<(kGroups > 2)> scales = {side + side_at};
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        const uint8_t* at_group = stage + group * quant::digits::kGroupBytes;
+        const uint8_t* x[2] = {at_group + x_at, at_group + kOther + (x_at ^ kSwapped)};
+        scales.multiply(words, x, rows[group * kGroup], acc[group / 2 * 4 + group % 2],
+                        acc[group / 2 * 4 + group % 2 + 2]);
       }
       Stage::give_back(b.empty(at.stage), false);
     }

@@ -54,6 +54,7 @@ struct FewWeights : quant::ExpertStage<kFormat, kColumns, kShare>, CopiedRows {
       Stage::read(stage + weights_at, words);
       typename Stage::Operands o;
       float sums[kGroups][4];  // sums over the columns of one scale
+      float (*into)[4] = Stage::kWhole ? reinterpret_cast<float (*)[4]>(acc) : sums;
 #pragma unroll
       for (int k = 0; k < Stage::kSteps; k += 2) {
         // The factors of FP4 are loaded when they are needed, because registers are short.
@@ -69,15 +70,17 @@ struct FewWeights : quant::ExpertStage<kFormat, kColumns, kShare>, CopiedRows {
         const uint8_t* x = stage + (k / 2 % 2 == 0 ? x_at : x_at ^ 64) + k / 4 * (kCapacity * 128);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
-          if (k % Stage::kShareSteps == 0)
+          if (!Stage::kWhole && k % Stage::kShareSteps == 0)
             for (float& sum : sums[group]) sum = 0;
           uint32_t columns[4];
           ldmatrix_x4(columns, x + group * 1024);
-          mma_bf16(sums[group], fragment[0], columns[0], columns[1]);
-          mma_bf16(sums[group], fragment[1], columns[2], columns[3]);
-          if ((k + 2) % Stage::kShareSteps != 0) continue;
+          mma_bf16(into[group], fragment[0], columns[0], columns[1]);
+          mma_bf16(into[group], fragment[1], columns[2], columns[3]);
+          if constexpr (!Stage::kWhole) {
+            if ((k + 2) % Stage::kShareSteps != 0) continue;
 #pragma unroll
-          for (int i = 0; i < 4; ++i) acc[group * 4 + i] = fmaf(sums[group][i], o.exact[i / 2], acc[group * 4 + i]);
+            for (int i = 0; i < 4; ++i) acc[group * 4 + i] = fmaf(sums[group][i], o.exact[i / 2], acc[group * 4 + i]);
+          }
         }
       }
       Stage::give_back(b.empty(at.stage), false);

@@ -16,9 +16,11 @@
 
 namespace moe::experts_tensor {
 
-constexpr int kColumns = 128;   // columns of a stage; half as many would double the work for each stage
-constexpr int kMostFew = 9;     // mean rows of an expert up to which mma.sync is faster
-constexpr int kMostDigits = 4;  // mean rows below which integers use digits: of more rows, making digits takes too long
+constexpr int kColumns = 128;  // columns of a stage; half as many would double the work for each stage
+constexpr int kMostFew = 9;    // mean rows of an expert up to which mma.sync is faster
+/// Mean rows below which integers use digits: of more rows, making digits takes too long. Q4_K's weights take longer.
+template <QuantFormat kFormat>
+constexpr int kMostDigits = is_q4k(kFormat) ? 5 : 4;
 
 template <QuantFormat kFormat, int kShare, class E>
 struct QuantWeights : quant::ExpertStage<kFormat, kColumns, kShare>, CopiedRows {
@@ -75,8 +77,9 @@ struct QuantWeights : quant::ExpertStage<kFormat, kColumns, kShare>, CopiedRows 
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) {
           const int k = u * kUnit + i;
-          wgmma<kRows, false>(sums, fragments[u % 2][i], x + k / 4 * (kCapacity * 128 / 16) + k % 4 * 2,
-                              k % Stage::kShareSteps > 0);
+          const uint64_t columns = x + k / 4 * (kCapacity * 128 / 16) + k % 4 * 2;
+          if constexpr (Stage::kWhole) wgmma<kRows, false>(acc, fragments[u % 2][i], columns, 1);
+          else wgmma<kRows, false>(sums, fragments[u % 2][i], columns, k % Stage::kShareSteps > 0);
         }
         wgmma_commit();
         const typename Stage::Operands multiplied = o;
@@ -85,7 +88,7 @@ struct QuantWeights : quant::ExpertStage<kFormat, kColumns, kShare>, CopiedRows 
         if (u + 1 == kUnits && more) unpack(next, 0);
         wgmma_wait<0>();
         if (u + 1 == kUnits) Stage::give_back(b.empty(at.stage), false);
-        if ((u + 1) * kUnit % Stage::kShareSteps == 0) Stage::add_scaled(acc, sums, multiplied);
+        if (!Stage::kWhole && (u + 1) * kUnit % Stage::kShareSteps == 0) Stage::add_scaled(acc, sums, multiplied);
       }
       at = next;
     }
@@ -137,8 +140,8 @@ cudaError_t launch_few(const QuantExpertsTensorArgs& c, int share, int mean, con
 template <QuantFormat kFormat, int kShare, class E>
 cudaError_t launch(const QuantExpertsTensorArgs& c, const E& epilogue, const DeviceLimits& limits, void* stream) {
   const int mean = c.tokens * c.top_k / c.num_ids;
-  if constexpr (is_integer(kFormat))
-    if (mean < kMostDigits && c.invariant == 0)
+  if constexpr (is_integer(kFormat) || is_q4k(kFormat))
+    if (mean < kMostDigits<kFormat> && c.invariant == 0)
       return launch_few<DigitWeights<kFormat, kShare, E>>(c, kShare, mean, epilogue, limits, stream);
   if (mean <= kMostFew && c.invariant == 0)
     return launch_few<FewWeights<kFormat, kColumns, kShare, E>>(c, kShare, mean, epilogue, limits, stream);
@@ -160,6 +163,7 @@ cudaError_t launch_format(const QuantExpertsTensorArgs& c, const E& epilogue, co
                          : launch<QuantFormat::kInt8, 32>(c, epilogue, limits, stream);
     case QuantFormat::kFp4: return launch<QuantFormat::kFp4, 128>(c, epilogue, limits, stream);
     case QuantFormat::kNvfp4: return launch<QuantFormat::kNvfp4, 128>(c, epilogue, limits, stream);
+    case QuantFormat::kQ4k: return launch<QuantFormat::kQ4k, 128>(c, epilogue, limits, stream);
     default: return launch<QuantFormat::kFp8, 128>(c, epilogue, limits, stream);
   }
 }

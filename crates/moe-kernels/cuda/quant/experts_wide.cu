@@ -138,6 +138,7 @@ extern "C" int moe_quant_experts_wide(const moe::QuantExpertsTensorArgs* args, v
       case QuantFormat::kInt8: return experts_wide::launch<QuantFormat::kInt8>(c, epilogue, limits, stream);
       case QuantFormat::kFp4: return experts_wide::launch<QuantFormat::kFp4>(c, epilogue, limits, stream);
       case QuantFormat::kNvfp4: return experts_wide::launch<QuantFormat::kNvfp4>(c, epilogue, limits, stream);
+      case QuantFormat::kQ4k: return experts_wide::launch<QuantFormat::kQ4k>(c, epilogue, limits, stream);
       default: return experts_wide::launch<QuantFormat::kFp8>(c, epilogue, limits, stream);
     }
   });

@@ -5,7 +5,8 @@
 // with tiles of 64 weight rows, 42 MB with 128. But a tile of 128 x 128 leaves registers for one sum of each result,
 // and not for a second one over the columns of a scale. So weights are bf16(scale (q - zero)), rounded once, as when
 // they are turned into rows for cuBLAS (dequantise.cu). The scale is the sum of two bf16, which holds f16 exactly and
-// f32 to 16 bits. FP4 needs no second sum and no rounding: the factor of a row multiplies the only sum at the end.
+// f32 to 16 bits. FP4 needs no second sum and no rounding: the factor of a row multiplies the only sum at the end. Q4_K
+// is the same as with fewer rows.
 #pragma once
 
 #include "linear/tensor_kernel.cuh"
@@ -64,12 +65,12 @@ struct RoundedWeights {
       const auto unpack = [&](int from, int unit) {
         if (unit == 0 || (unit * kUnit % Base::kShareSteps == 0 && !source.uniform)) {
           Base::fetch(side + from * Base::kSideBytes, source, block, unit * kUnit, &o);
-          for (int i = 0; i < 2 && !Base::kFp4; ++i) scale[i] = quant::scale_operands(o.exact[i]);
+          for (int i = 0; i < 2 && !Base::kFp4 && !Base::kWhole; ++i) scale[i] = quant::scale_operands(o.exact[i]);
         }
 #pragma unroll
         for (int k = 0; k < kUnit; ++k) {
           uint32_t (&a)[4] = fragments[unit % 2][k];
-          if constexpr (Base::kFp4) {
+          if constexpr (Base::kFp4 || Base::kWhole) {
             Base::fetch_step_of(side + from * Base::kSideBytes, block, unit * kUnit + k, &o);
             Base::template fragment<false>(words, o, unit * kUnit + k, a);
             continue;

@@ -79,8 +79,9 @@ struct QuantWeights {
 #pragma unroll
           for (int i = 0; i < kUnit; ++i) {
             const int k = u * kUnit + i;
-            wgmma<B::kColumns, false>(sums, fragments[u % 2][i], x + k / 4 * (B::kPartBytes / 16) + k % 4 * 2,
-                                      k % Base::kShareSteps > 0);
+            const uint64_t columns = x + k / 4 * (B::kPartBytes / 16) + k % 4 * 2;
+            if constexpr (Base::kWhole) wgmma<B::kColumns, false>(acc[0], fragments[u % 2][i], columns, 1);
+            else wgmma<B::kColumns, false>(sums, fragments[u % 2][i], columns, k % Base::kShareSteps > 0);
           }
           wgmma_commit();
           // The next unit is unpacked while these products run. The next stage is read as soon as the words of this one
@@ -91,7 +92,7 @@ struct QuantWeights {
           if (u + 1 == kUnits && more) unpack(stage, 0);
           wgmma_wait<0>();
           if (u + 1 == kUnits) Base::give_back(empty + used, kFence);
-          if ((u + 1) * kUnit % Base::kShareSteps == 0) Base::add_scaled(acc[0], sums, multiplied);
+          if (!Base::kWhole && (u + 1) * kUnit % Base::kShareSteps == 0) Base::add_scaled(acc[0], sums, multiplied);
         }
       }
       wgmma_hold(acc[0]);
@@ -189,6 +190,7 @@ extern "C" int moe_quant_linear_tensor(const moe::QuantLinearTensorArgs* args, v
                          : linear_tensor::launch<QuantFormat::kInt8, 32>(c, limits, stream);
     case QuantFormat::kFp4: return linear_tensor::launch<QuantFormat::kFp4, 128>(c, limits, stream);
     case QuantFormat::kNvfp4: return linear_tensor::launch<QuantFormat::kNvfp4, 128>(c, limits, stream);
+    case QuantFormat::kQ4k: return linear_tensor::launch<QuantFormat::kQ4k, 128>(c, limits, stream);
     default: return linear_tensor::launch<QuantFormat::kFp8, 128>(c, limits, stream);
   }
 }

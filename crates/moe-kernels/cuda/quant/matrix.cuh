@@ -16,7 +16,7 @@ struct Matrix {
   const uint8_t* zeros;  // or null; null for FP4, whose factors are with the scales
   int n_tiles, k, groups;
   int shift;        // log2 of the number of a group's columns; 31 if there is one group
-  int scale_bytes;  // bytes of the scales of a group in a row of tiles
+  int scale_bytes;  // bytes of the scales of a group in a row of tiles; Q4_K: its part of a unit's bytes
   int f16;          // whether 16-bit scales are f16; else they are bf16
 
   /// The number of the row of tiles of an expert, over all experts.
@@ -31,9 +31,12 @@ struct Matrix {
 
 /// Makes the matrix of a pack. The caller checks whether `gate_up` and the sizes are right for its op.
 inline bool make_matrix(const QuantPack& pack, Matrix* out) {
-  const bool fp8 = pack.format == QuantFormat::kFp8, fp4 = is_fp4(pack.format);
+  const bool fp8 = pack.format == QuantFormat::kFp8, fp4 = is_fp4(pack.format), q4k = is_q4k(pack.format);
   int shift = 31;
-  if (fp4) {
+  if (q4k) {
+    if (pack.group != kQ4kGroup || pack.groups != ceil_div(pack.k, pack.group)) return false;
+    shift = 5;
+  } else if (fp4) {
     if (pack.group != fp4_group(pack.format) || pack.groups != ceil_div(pack.k, pack.group)) return false;
     shift = pack.format == QuantFormat::kNvfp4 ? 4 : 5;
   } else if (pack.groups > 1) {
@@ -41,13 +44,13 @@ inline bool make_matrix(const QuantPack& pack, Matrix* out) {
     if (shift == 31 || (fp8 && shift == 5) || pack.groups != ceil_div(pack.k, pack.group)) return false;
   }
   const bool scales =
-      fp8   ? pack.scale_dtype == Dtype::kF32 && (pack.scale_rows == 2 || pack.scale_rows == 16)
-      : fp4 ? pack.scale_dtype == Dtype::kF32 && pack.scale_rows == 16
-            : pack.scale_rows == 16 && (pack.scale_dtype == Dtype::kF16 || pack.scale_dtype == Dtype::kBf16);
+      fp8          ? pack.scale_dtype == Dtype::kF32 && (pack.scale_rows == 2 || pack.scale_rows == 16)
+      : fp4 || q4k ? pack.scale_dtype == Dtype::kF32 && pack.scale_rows == 16
+                   : pack.scale_rows == 16 && (pack.scale_dtype == Dtype::kF16 || pack.scale_dtype == Dtype::kBf16);
   // Copies are of 16 bytes. With 8 bytes for a group, the last copy must not reach beyond the end.
   const bool whole = pack.scale_rows != 2 || pack.experts * pack.n_tiles * pack.groups % 2 == 0;
   const int64_t rows = pack.gate_up != 0 ? pack.n / 2 * 2 : pack.n;
-  if (!is_code(pack.format, QuantFormat::kNvfp4) || pack.perm != nullptr || pack.k != pack.k_packed || pack.k <= 0 ||
+  if (!is_code(pack.format, kLastFormat) || pack.perm != nullptr || pack.k != pack.k_packed || pack.k <= 0 ||
       pack.k % 64 != 0 || pack.k > 1 << 20 || pack.groups < 1 || pack.experts < 1 || pack.experts > INT16_MAX ||
       pack.n < 1 || pack.n > 1 << 24 || rows != pack.n || !scales || !whole ||
       (!is_integer(pack.format) && pack.zeros != nullptr) ||
@@ -60,7 +63,9 @@ inline bool make_matrix(const QuantPack& pack, Matrix* out) {
           static_cast<int>(pack.k),
           static_cast<int>(pack.groups),
           shift,
-          fp4 ? kFp4Bytes : pack.scale_rows * (fp8 ? 4 : 2),
+          q4k   ? kUnitBytes / kUnitGroups
+          : fp4 ? kFp4Bytes
+                : pack.scale_rows * (fp8 ? 4 : 2),
           pack.scale_dtype == Dtype::kF16};
   return true;
 }
@@ -86,6 +91,7 @@ auto with_kind(QuantFormat format, bool wide, F f) {
     case QuantFormat::kInt8: return wide ? f(Kind<QuantFormat::kInt8, 64>{}) : f(Kind<QuantFormat::kInt8, 32>{});
     case QuantFormat::kFp4: return f(Kind<QuantFormat::kFp4, 64>{});
     case QuantFormat::kNvfp4: return f(Kind<QuantFormat::kNvfp4, 64>{});
+    case QuantFormat::kQ4k: return f(Kind<QuantFormat::kQ4k, 64>{});
     default: return f(Kind<QuantFormat::kFp8, 64>{});
   }
 }
@@ -95,7 +101,8 @@ __host__ __device__ constexpr int tile_bytes(QuantFormat format, int columns) {
   return columns * (code_bits(format) == 4 ? kTileRows / 2 : kTileRows);
 }
 
-/// A stage holds tiles, then the scales of their groups, then the zero points, or the factors of FP4.
+/// A stage holds tiles, then the scales of their groups, then the zero points, or the factors of FP4. Q4_K has its
+/// units instead.
 struct StageLayout {
   int scales, zeros, bytes;
 };
@@ -104,6 +111,12 @@ inline StageLayout stage_layout(const Matrix& w, QuantFormat format, int chunk) 
   const int most = w.shift == 31 ? 1 : chunk / (1 << w.shift) + 2, groups = most < w.groups ? most : w.groups;
   StageLayout l;
   l.scales = tile_bytes(format, chunk);
+  if (is_q4k(format)) {
+    const int units = chunk / kUnitColumns + 2, all = units_of(w.k);
+    l.zeros = l.scales;
+    l.bytes = round_up(l.scales + (units < all ? units : all) * kUnitBytes, 128);
+    return l;
+  }
   l.zeros = l.scales + round_up(groups * w.scale_bytes, 16) + 16;
   const int rest = is_fp4(format) ? kFp4Factors : w.zeros != nullptr ? 16 * groups : 0;
   l.bytes = round_up(l.zeros + rest, 128);
@@ -122,6 +135,14 @@ struct Pieces {
 template <QuantFormat kFormat>
 __device__ __forceinline__ Pieces pieces(const Matrix& w, const StageLayout& l, size_t row, int k, int columns) {
   const int first = w.group(k), count = w.group(k + columns - 1) - first + 1;
+  if constexpr (is_q4k(kFormat)) {
+    const int unit = k / kUnitColumns, units = (k + columns - 1) / kUnitColumns - unit + 1;
+    const uint8_t* tiles = w.q + row * tile_bytes(kFormat, w.k) + tile_bytes(kFormat, k);
+    const uint8_t* from = w.scales + (row * units_of(w.k) + unit) * kUnitBytes;
+    return {{tiles, from, nullptr},
+            {0, static_cast<uint32_t>(l.scales), 0},
+            {static_cast<uint32_t>(tile_bytes(kFormat, columns)), static_cast<uint32_t>(units * kUnitBytes), 0}};
+  }
   if constexpr (is_fp4(kFormat)) {
     const uint8_t* factors = w.scales + row * fp4_row_bytes(w.groups);
     const uint8_t* tiles = w.q + row * tile_bytes(kFormat, w.k) + tile_bytes(kFormat, k);

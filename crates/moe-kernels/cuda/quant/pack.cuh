@@ -4,6 +4,7 @@
 #include "any/any.cuh"
 #include "quant/args.cuh"
 #include "quant/fp4.cuh"
+#include "quant/q4k.cuh"
 
 namespace moe {
 
@@ -27,6 +28,7 @@ cudaError_t with_format(QuantFormat format, F&& f) {
     case QuantFormat::kFp8: return f(Format<QuantFormat::kFp8>{});
     case QuantFormat::kFp4: return f(Format<QuantFormat::kFp4>{});
     case QuantFormat::kNvfp4: return f(Format<QuantFormat::kNvfp4>{});
+    case QuantFormat::kQ4k: return f(Format<QuantFormat::kQ4k>{});
     default: return cudaErrorInvalidValue;
   }
 }
@@ -35,11 +37,12 @@ cudaError_t with_format(QuantFormat format, F&& f) {
 inline bool is_pack(const QuantPack& w) {
   const int columns = quant_tile_columns(w.format);
   const int64_t rows = w.n_tiles * kQuantTileRows;
-  return is_code(w.format, QuantFormat::kNvfp4) && is_code(w.scale_dtype, Dtype::kF16) && w.experts >= 0 && w.k >= 0 &&
+  return is_code(w.format, kLastFormat) && is_code(w.scale_dtype, Dtype::kF16) && w.experts >= 0 && w.k >= 0 &&
          w.n >= 0 && w.n <= rows && w.k_packed % columns == 0 && (w.perm != nullptr || w.k <= w.k_packed) &&
          w.k_packed < (int64_t{1} << 31) && w.group > 0 && w.groups > 0 && (w.scale_rows == 16 || w.scale_rows == 2) &&
          (w.gate_up == 0 || w.n % 2 == 0) &&
-         (!is_fp4(w.format) || (w.scale_dtype == Dtype::kF32 && w.scale_rows == 16));
+         (!is_fp4(w.format) || (w.scale_dtype == Dtype::kF32 && w.scale_rows == 16)) &&
+         (!is_q4k(w.format) || (w.groups <= 1 || w.group == kQ4kGroup));
 }
 
 /// The row of the matrix that a row of a tile holds; there is none from `n` on.
@@ -55,7 +58,7 @@ __device__ __forceinline__ int64_t quant_column(const QuantPack& w, int64_t expe
   return w.perm[expert * w.k_packed + column];
 }
 
-/// Scale and zero point of a group of a tile's row.
+/// Scale and zero point of a group of a tile's row, or scale and minimum.
 struct GroupScale {
   float scale, zero;
 };
@@ -74,7 +77,7 @@ __device__ __forceinline__ float widen_e2m1(uint32_t q) {
 template <QuantFormat kFormat>
 struct TileScales {
   static constexpr bool kTwoLevels = is_fp4(kFormat);
-  const uint8_t* scales;  // [groups, rows]
+  const uint8_t* scales;  // [groups, rows]; Q4_K: units (q4k.cuh)
   const float* factors;   // [16], of the rows, where scales have two levels
   const uint8_t* zeros;   // [groups, 16] or null
   Dtype dtype;
@@ -85,7 +88,9 @@ struct TileScales {
   __device__ __forceinline__ TileScales(const QuantPack& w, int64_t tile) {
     const int size = kTwoLevels ? 1 : w.scale_dtype == Dtype::kF32 ? 4 : 2;
     const int front = kTwoLevels ? kFp4Factors : 0;
-    const uint8_t* first = static_cast<const uint8_t*>(w.scales) + tile * (front + w.groups * w.scale_rows * size);
+    const int64_t bytes = is_q4k(kFormat) ? units_of(static_cast<int>(w.k_packed)) * int64_t{kUnitBytes}
+                                          : front + w.groups * w.scale_rows * size;
+    const uint8_t* first = static_cast<const uint8_t*>(w.scales) + tile * bytes;
     scales = first + front;
     factors = reinterpret_cast<const float*>(first);
     zeros = w.zeros == nullptr ? nullptr : w.zeros + tile * w.groups * kQuantTileRows;
@@ -104,10 +109,13 @@ struct TileScales {
     return min(shift > 0 ? column >> shift : column / group, last);
   }
 
-  /// Scale and zero point of a group of row `row` of the tile.
+  /// Scale and zero point of a group of row `row` of the tile, or scale and minimum.
   __device__ __forceinline__ GroupScale at(uint32_t g, int row) const {
     const size_t i = static_cast<size_t>(g) * rows + (rows == kQuantTileRows ? row : row / 8);
-    if constexpr (kTwoLevels) {
+    if constexpr (is_q4k(kFormat)) {
+      const ScaleMinimum of = q4k_scale(scales + g / kUnitGroups * kUnitBytes, g % kUnitGroups, row);
+      return {of.scale, of.minimum};
+    } else if constexpr (kTwoLevels) {
       return {fp4_scale<kFormat>(scales[i], factors[row]), 0.f};
     } else {
       float scale;
@@ -157,7 +165,9 @@ __device__ __forceinline__ void dequantised(const TileScales<kFormat>& of, uint3
   for (int i = 0; i < 8; ++i) {
     GroupScale s = scales[i / 2 % 2];
     if (!same) s = of.at(of.group_of(column + own + i % 2 + (i / 4) * 8), row + i / 2 % 2 * 8);
-    out[i] = s.scale * (coded_weight<kFormat>(words, i) - s.zero);
+    const float code = coded_weight<kFormat>(words, i);
+    // The product of Q4_K is exact.
+    out[i] = is_q4k(kFormat) ? s.scale * code - s.zero : s.scale * (code - s.zero);
   }
 }
 

@@ -29,7 +29,7 @@ struct Columns {
 };
 
 /// The scales of a lane's two rows in a group, and their zero points as operands. FP4: the factors of the rows, and the
-/// scales in the group as operands.
+/// scales in the group as operands. Q4_K: 1, and the operands of the group of this lane.
 struct Factors {
   float low, high;
   uint32_t zero[2];
@@ -76,7 +76,7 @@ struct Stage {
         scales(stage + l.scales),
         zeros(w.zeros != nullptr || is_fp4(kFormat) ? stage + l.zeros : nullptr),
         shift(w.shift),
-        first_group(w.group(k)),
+        first_group(is_q4k(kFormat) ? k / kUnitColumns : w.group(k)),
         scale_bytes(w.scale_bytes),
         f16(w.f16) {
     const uint32_t g = threadIdx.x % 32 / 4;
@@ -96,6 +96,12 @@ struct Stage {
 
   /// This lane's scales and zero points for a column of the matrix.
   __device__ __forceinline__ Factors factors(int column) const {
+    if constexpr (is_q4k(kFormat)) {
+      const uint8_t* unit = scales + (column / kUnitColumns - first_group) * kUnitBytes;
+      Factors f = {1.f, 1.f, {}};
+      load_q4k_operands<kStep>(unit + column / kStep % 2 * kUnitHalf, unit + kUnitShared, f.zero);
+      return f;
+    }
     const int group = (column >> shift) - first_group;
     const uint8_t* from = scales + group * scale_bytes;
     if constexpr (is_fp4(kFormat)) {
@@ -131,6 +137,12 @@ struct Stage {
 #pragma unroll
       for (int step = share * out.kSteps; step < (share + 1) * out.kSteps; ++step) {
         if (is_fp4(kFormat) && step > 0 && step % operand_steps(kFormat) == 0) f = factors(column + step * 16);
+        if constexpr (is_q4k(kFormat)) {
+          uint32_t operand[2];
+          share_q4k_operands(f.zero, step / 2, operand);
+          unpack<kFormat>(word + step * kWords, operand, out.a[step]);
+          continue;
+        }
         unpack<kFormat>(word + step * kWords, f.zero, out.a[step]);
       }
     }

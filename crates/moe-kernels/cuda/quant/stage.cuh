@@ -6,12 +6,13 @@
 // scale in f32: no weight is rounded. The sums of products for prompts fill the registers, so scales multiply fragments
 // there: bf16(bf16(scale) (q - zero)), the same weights as in a checkpoint that is dequantised to bf16, except that a
 // scale of f16 is rounded to bf16 first. A scale of FP8, which is f32, is the sum of two bf16. FP4's fragments are
-// exact with their scales, and its sums are multiplied by the factor of their row alone (quant/fp4.cuh).
+// exact with their scales, and its sums are multiplied by the factor of their row alone (quant/fp4.cuh). Q4_K's
+// fragments are the weights, rounded (quant/q4k.cuh).
 //
 // Instructions for two weights in a lane: int4 2.75 (shift, mask, subtract), int8 5.5, FP8 4.5, FP4 with its scales
-// 3.25; multiplying by scales takes 1 more, with FP8 2 more. Four schedulers issue the instructions of 128 lanes in a
-// clock, and an SM's share of the memory bandwidth brings 38 weights of 4 bits or 19 of 8 bits in a clock. So unpacking
-// takes 41 % of the issue slots for int4 and int8, before all other work of a stage.
+// 3.25, Q4_K 3.25 and 0.6 for its operands; multiplying by scales takes 1 more, with FP8 2 more. Four schedulers issue
+// the instructions of 128 lanes in a clock, and an SM's share of the memory bandwidth brings 38 weights of 4 bits or 19
+// of 8 bits in a clock. So unpacking takes 41 % of the issue slots for int4 and int8, before all other work of a stage.
 #pragma once
 
 #include <type_traits>
@@ -20,6 +21,7 @@
 #include "ptx/wgmma.cuh"
 #include "quant/args.cuh"
 #include "quant/fp4_stage.cuh"
+#include "quant/q4k_stage.cuh"
 
 namespace moe::quant {
 
@@ -44,11 +46,14 @@ struct QuantStage {
   static constexpr int kBlockBytes = kColumns / tile_columns(kFormat) * 512;
   static constexpr int kBytes = kRowBlocks * kBlockBytes;
   static constexpr bool kIntegers = is_integer(kFormat), kFp4 = is_fp4(kFormat);
+  /// Whether fragments are the weights, so that nothing multiplies their sums.
+  static constexpr bool kWhole = is_q4k(kFormat);
   static constexpr int kShares = kColumns / kShare, kShareSteps = kShare / 16;
   static constexpr int kScaleBytes = kRowBlocks * kShares * (kIntegers ? 32 : 64);
   static constexpr int kZeroBytes = kIntegers ? kRowBlocks * kShares * 16 : 0;
   using Fp4 = Fp4Side<kFormat, kColumns, kRowBlocks>;
-  static constexpr int kSideBytes = kFp4 ? Fp4::kBytes : kScaleBytes + kZeroBytes;
+  using Q4k = Q4kSide<kColumns, kRowBlocks>;
+  static constexpr int kSideBytes = kWhole ? Q4k::kBytes : kFp4 ? Fp4::kBytes : kScaleBytes + kZeroBytes;
   static constexpr int kWords = step_words(kFormat);  // words of a lane in a k-step
   static constexpr uint32_t kReleases = kWarpArrivals;
   static_assert(kColumns % 64 == 0 && (kShare == kColumns || (kShare == 32 && kIntegers)));
@@ -112,11 +117,14 @@ struct QuantStage {
   };
 
   template <int kLanes>
-  using SideCopies = std::conditional_t<kFp4, typename Fp4::template Copies<kLanes>, GroupCopies<kLanes>>;
+  using SideCopies =
+      std::conditional_t<kWhole, typename Q4k::template Copies<kLanes>,
+                         std::conditional_t<kFp4, typename Fp4::template Copies<kLanes>, GroupCopies<kLanes>>>;
 
   /// Zero points and scales of a lane's two rows, g and g + 8 of a block.
   struct Operands {
-    uint32_t zero[2];            // FP4: the operand of `unpack`, which fetch_step loads
+    uint32_t zero[2];            // FP4 and Q4_K: the operand of `unpack`, which fetch_step loads
+    uint32_t own[2];             // Q4_K: the operands of one group
     uint32_t scale[2], rest[2];  // as bf16, for products whose fragments are scaled
     float exact[2];              // for products whose sums are scaled
   };
@@ -144,14 +152,16 @@ struct QuantStage {
   /// The index of this lane's first scale of a block, counted from the stage's first scale.
   static __device__ __forceinline__ int first_scale(const Source& s, int block) {
     if constexpr (kFp4) return Fp4::first(block);
+    if constexpr (kWhole) return block * Q4k::kBlockBytes;
     return block * kShares * 16 + (!kIntegers && s.scale_rows == 2 ? 0 : static_cast<int>(threadIdx.x) % 32 / 4);
   }
 
   /// The operands of a share of a stage's columns. `at` is first_scale of the block.
   static __device__ __forceinline__ Operands operands(const uint8_t* side, const Source& s, int at, int share) {
-    if constexpr (kFp4) {
+    if constexpr (kFp4 || kWhole) {
       Operands o = {};
-      Fp4::load_factors(side, at, o.exact);
+      if constexpr (kWhole) Q4k::load(side + at, o.own);
+      else Fp4::load_factors(side, at, o.exact);
       return o;
     }
     at += share * 16;
@@ -163,15 +173,18 @@ struct QuantStage {
     if (k == 0 || (k % kShareSteps == 0 && !s.uniform)) *o = operands(side, s, first_scale(s, block), k / kShareSteps);
   }
 
-  /// FP4: loads the operands of `unpack` if columns with other ones begin at this k-step. `at` is first_scale.
+  /// FP4 and Q4_K: loads the operands of `unpack` if columns with other ones begin at this k-step. `at` is first_scale.
   static __device__ __forceinline__ void fetch_step([[maybe_unused]] const uint8_t* side, [[maybe_unused]] int at,
                                                     [[maybe_unused]] int k, [[maybe_unused]] Operands* o) {
     if constexpr (kFp4) Fp4::load_operands(side, at, k, o->zero);
+    if constexpr (kWhole)
+      if (k % 2 == 0) share_q4k_operands(o->own, k / 2, o->zero);
   }
   /// The same for a block.
   static __device__ __forceinline__ void fetch_step_of(const uint8_t* side, [[maybe_unused]] int block, int k,
                                                        Operands* o) {
     if constexpr (kFp4) fetch_step(side, Fp4::first(block), k, o);
+    if constexpr (kWhole) fetch_step(side, 0, k, o);
   }
 
   /// A lane's words of a block of 16 rows.
@@ -191,11 +204,11 @@ struct QuantStage {
   }
 
   /// The fragment of a k-step, before the wgmma_fence that must follow: exact q - zero or e4m3, or scaled weights. With
-  /// FP4 it always has scaled weights, without the factors of rows.
+  /// FP4 it always has scaled weights, without the factors of rows, and with Q4_K weights.
   template <bool kScaled>
   static __device__ __forceinline__ void fragment(const Words& words, const Operands& o, int k, uint32_t (&a)[4]) {
     unpack<kFormat>(words + k * kWords, o.zero, a);
-    if constexpr (kScaled && !kFp4) {
+    if constexpr (kScaled && !kFp4 && !kWhole) {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         a[i] = kIntegers ? mul2(a[i], o.scale[i % 2]) : fma2(a[i], o.scale[i % 2], mul2(a[i], o.rest[i % 2]));
@@ -238,6 +251,9 @@ inline bool fits(const QuantPack& w) {
       w.k_packed != w.k || w.n <= 0 || w.groups <= 0 || w.group <= 0 || w.n_tiles * 16 != w.n ||
       w.experts > INT32_MAX / w.n || w.k > INT32_MAX / 2)
     return false;
+  if (is_q4k(w.format))
+    return w.scale_dtype == Dtype::kF32 && w.scale_rows == 16 && w.group == kQ4kGroup &&
+           w.groups == ceil_div(w.k, w.group);
   if (is_fp4(w.format))
     return w.scale_dtype == Dtype::kF32 && w.scale_rows == 16 && w.group == fp4_group(w.format) &&
            w.groups == ceil_div(w.k, w.group);
@@ -249,13 +265,14 @@ inline bool fits(const QuantPack& w) {
 
 /// Whether the sums of `columns` columns have one scale.
 inline bool is_uniform(const QuantPack& w, int columns) {
-  return w.groups == 1 || w.group % columns == 0 || is_fp4(w.format);
+  return w.groups == 1 || w.group % columns == 0 || is_fp4(w.format) || is_q4k(w.format);
 }
 /// The number of columns of a stage whose sums are sure to have the same scale.
 inline int share(const QuantPack& w, int columns) { return is_uniform(w, columns) ? columns : 32; }
 
 inline Source source(const QuantPack& w, int columns, int share) {
-  const uint32_t shares = w.groups == 1 || is_fp4(w.format) ? 1 : static_cast<uint32_t>(w.group / share);
+  const uint32_t shares =
+      w.groups == 1 || is_fp4(w.format) || is_q4k(w.format) ? 1 : static_cast<uint32_t>(w.group / share);
   return {static_cast<const uint8_t*>(w.scales),
           w.zeros,
           static_cast<int>(w.n_tiles),

@@ -5,6 +5,7 @@
 // q - zero costs a mask and a subtraction for two weights, without rounding. int8 has one bit more than the mantissa,
 // which is added separately. e4m3: its exponent and mantissa, moved to their places in bf16, are the number times
 // 2^-120. 0x7f and 0xff, which are NaN, become 480. FP4: the same with 2^-126, and the scale in the factor (fp4.cuh).
+// Q4_K: q4k.cuh.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -12,6 +13,7 @@
 #include "codes.cuh"
 #include "ptx/common.cuh"
 #include "quant/fp4.cuh"
+#include "quant/q4k.cuh"
 
 namespace moe::quant {
 
@@ -32,6 +34,9 @@ __device__ __forceinline__ uint32_t mul2(uint32_t a, uint32_t b) { return as_wor
 __device__ __forceinline__ uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
   return as_word(__hfma2(as_pair(a), as_pair(b), as_pair(c)));
 }
+/// One half in both halves. Instructions read halves of a word as such operands, so this costs nothing before `fma2`.
+__device__ __forceinline__ uint32_t lower_twice(uint32_t v) { return as_word(__low2bfloat162(as_pair(v))); }
+__device__ __forceinline__ uint32_t upper_twice(uint32_t v) { return as_word(__high2bfloat162(as_pair(v))); }
 /// The lower half in both halves.
 __device__ __forceinline__ uint32_t both(uint32_t low) { return __byte_perm(low, 0, 0x1010); }
 
@@ -86,7 +91,7 @@ __device__ __forceinline__ float load_fp4_factor(const uint8_t* factors, int hal
 // ---- weights
 
 /// a = q - zero[0] of row g (a0, a2) and q - zero[1] of row g + 8 (a1, a3), or e4m3(q), exact, of the k-step whose
-/// words are v[0 .. step_words). FP4: e2m1(q) times the scale, for which `zero` has the operand.
+/// words are v[0 .. step_words). FP4: e2m1(q) times the scale, for which `zero` has the operand. Q4_K: the weight.
 template <QuantFormat kFormat>
 __device__ __forceinline__ void unpack(const uint32_t* v, const uint32_t (&zero)[2], uint32_t (&a)[4]) {
 #pragma unroll
@@ -100,6 +105,10 @@ __device__ __forceinline__ void unpack(const uint32_t* v, const uint32_t (&zero)
       a[i] = add2(sub2(low, zero[row]), sub2(top, kPair256));
     } else if constexpr (is_fp4(kFormat)) {
       a[i] = mul2(fp4_bits(v[0], i), zero[row]);
+    } else if constexpr (is_q4k(kFormat)) {
+      const uint32_t q = (i < 2 ? v[0] : v[0] >> 8) & (row == 0 ? 0x000f000fu : 0x00f000f0u);
+      const uint32_t centred = fma2(q, row == 0 ? kQ4kFactor : kQ4kUpperFactor, kQ4kMiddle);
+      a[i] = fma2(centred, lower_twice(zero[row]), upper_twice(zero[row]));
     } else {
       // Both shifts start from the word: shifting an already shifted value would need one more mask.
       const uint32_t q = v[i / 2], rest = row == 0 ? q << 4 : q >> 4, sign = row == 0 ? q << 8 : q;

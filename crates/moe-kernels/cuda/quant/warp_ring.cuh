@@ -2,9 +2,9 @@
 // between a copy and a product, and warps never wait for each other.
 //
 // A place of the ring holds a step: up to 128 columns of a row of tiles, then the scales of their groups, then the zero
-// points, or the factors of FP4. Where groups have 128 columns or more, a step's sums are scaled once. The overhead of
-// a step also costs instructions; with 64 columns it would cost as many as the products: 190 instead of 140 for 128
-// columns.
+// points, or the factors of FP4; with Q4_K a unit. Where groups have 128 columns or more, a step's sums are scaled
+// once. The overhead of a step also costs instructions; with 64 columns it would cost as many as the products: 190
+// instead of 140 for 128 columns.
 #pragma once
 
 #include "ptx/policy.cuh"
@@ -21,6 +21,7 @@ int with_step_kind(QuantFormat format, bool wide, F f) {
     case QuantFormat::kInt8: return wide ? f(Kind<QuantFormat::kInt8, 128>{}) : f(Kind<QuantFormat::kInt8, 32>{});
     case QuantFormat::kFp4: return f(Kind<QuantFormat::kFp4, 128>{});
     case QuantFormat::kNvfp4: return f(Kind<QuantFormat::kNvfp4, 128>{});
+    case QuantFormat::kQ4k: return f(Kind<QuantFormat::kQ4k, 128>{});
     default: return wide ? f(Kind<QuantFormat::kFp8, 128>{}) : cudaErrorInvalidValue;
   }
 }
@@ -28,7 +29,7 @@ inline bool has_wide_groups(const Matrix& w) { return w.shift >= 7; }
 
 constexpr int kStepZeros = 128, kStepSide = 192;  // bytes from a step's scales to its zero points; bytes of both
 static_assert(kWideStep / fp4_group(QuantFormat::kNvfp4) * kFp4Bytes <= kStepZeros &&
-              kStepZeros + kFp4Factors <= kStepSide);
+              kStepZeros + kFp4Factors <= kStepSide && kUnitBytes <= kStepSide && kUnitColumns == kWideStep);
 /// The bytes of a place.
 __host__ __device__ constexpr int step_bytes(QuantFormat format) { return tile_bytes(format, kWideStep) + kStepSide; }
 
@@ -54,6 +55,14 @@ struct TileRows {
       : q(w.q + threadIdx.x % 32 * 16), row_bytes(tile_bytes(format, w.k)), shift(w.shift) {
     const int lane = threadIdx.x % 32;
     const int of_step = max(1, kWideStep >> shift), each = w.scale_bytes / 8, scales = of_step * each;
+    if (is_q4k(format)) {
+      side_row = units_of(w.k) * kUnitBytes;
+      if (lane < kUnitBytes / 8) {
+        side = w.scales + lane * 8, side_to = lane * 8;
+        side_each = kUnitBytes / kUnitGroups, groups = w.groups;
+      }
+      return;
+    }
     if (is_fp4(format)) {
       side_row = fp4_row_bytes(w.groups);
       if (lane < scales) {
@@ -204,7 +213,12 @@ struct WarpRing {
     float acc[2][4] = {};  // two chains: a product that waits for the one before takes twice as long
     uint32_t zero[2];
     float low = 0, high = 0;
+    [[maybe_unused]] uint32_t own[2];  // Q4_K: the operands of a group
     const auto begin = [&](int share) {
+      if constexpr (is_q4k(kFormat)) {
+        low = high = 1.f;
+        return load_q4k_operands<kWideStep>(side, side + kUnitShared, own);
+      }
       if constexpr (is_fp4(kFormat)) {
         const uint8_t* factors = side + kStepZeros + w.low * 4;
         low = load_fp4_factor<kFormat>(factors, 0), high = load_fp4_factor<kFormat>(factors, 1);
@@ -240,6 +254,9 @@ struct WarpRing {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (kShares > 1 && i % 2 == 0) begin(half * 2 + i / 2);
+        if constexpr (is_q4k(kFormat)) {
+          if (i % 2 == 0) share_q4k_operands(own, half * 2 + i / 2, zero);
+        }
         if constexpr (is_fp4(kFormat)) {
           const int k = half * 4 + i;
           if (k % operand_steps(kFormat) == 0)

@@ -69,6 +69,8 @@ pub(crate) enum QuantFormat {
     Fp4 = 3,
     /// FP4 with scales in two levels.
     Nvfp4 = 4,
+    /// Integers of 4 bits with minima, and scales in two levels.
+    Q4k = 5,
 }
 
 impl QuantFormat {
@@ -78,6 +80,7 @@ impl QuantFormat {
     /// A format that no kernel of the device reads.
     pub(crate) fn of(op: &str, scheme: QuantScheme) -> Result<Self> {
         let codec = expect_codec(scheme, true).ok().and_then(|()| match scheme.codes {
+            Codes::Int(4) if scheme.is_q4k() => Some(Self::Q4k),
             Codes::Int(4) => Some(Self::Int4),
             Codes::Int(8) => Some(Self::Int8),
             Codes::E4m3 => Some(Self::Fp8),
@@ -366,6 +369,9 @@ mod tests {
             (fp4, Some(QuantFormat::Fp4)),
             (fp4.with_fp8_scales(), Some(QuantFormat::Nvfp4)),
             (int(4).with_minima(), None),
+            (int(4).with_minima().with_shared_scales(8), Some(QuantFormat::Q4k)),
+            (int(4).with_minima().with_shared_scales(2), None),
+            (int(8).with_minima().with_shared_scales(8), None),
             (int(4).with_fp8_scales(), None),
             (QuantScheme::fp8(group).with_fp8_scales(), None),
             (int(5), None),

@@ -295,7 +295,12 @@ mod tests {
         let group = QuantGroup::Size(128);
         let int = QuantScheme::int(4, group);
         let fp8 = QuantScheme::fp8(QuantGroup::Channel);
-        let schemes = [(int, DType::F16, QuantFormat::Int4), (fp8, DType::F32, QuantFormat::Fp8)];
+        let q4k = QuantScheme::int(4, QuantGroup::Size(32)).with_minima().with_shared_scales(8);
+        let schemes = [
+            (int, DType::F16, QuantFormat::Int4),
+            (fp8, DType::F32, QuantFormat::Fp8),
+            (q4k, DType::U8, QuantFormat::Q4k),
+        ];
         let mut fitting = 0;
         let mut refused = 0;
         for (scheme, scales, format) in schemes {

@@ -104,12 +104,14 @@ fn quantised_experts_take_the_fast_kernels_where_these_read_them() {
         |call: &ExpertsCall, machine| ExpertsForm::choose(call, &machine).map(|form| form.kernel(call));
     let block = QuantScheme::fp8(QuantGroup::Block { n: 128, k: 128 });
     let fp4 = |group| QuantScheme::fp4(QuantGroup::Size(group));
+    let q4k = int(4, 32, false).with_minima().with_shared_scales(8);
     for (scheme, scales) in [
         (int(4, 128, false), DType::F16),
         (int(8, 32, false), DType::BF16),
         (block, DType::F32),
         (fp4(32), DType::U8),
         (fp4(16).with_fp8_scales(), DType::U8),
+        (q4k, DType::U8),
     ] {
         for (tokens, want) in [
             (1, "quant_layer_stream"),
@@ -136,6 +138,9 @@ fn quantised_experts_take_the_fast_kernels_where_these_read_them() {
     // The products of one launch have weights of one format.
     let mut mixed = call(1, fp4(32), DType::U8);
     mixed.quant.as_mut().unwrap()[1].scheme = fp4(16).with_fp8_scales();
+    assert_eq!(kernel(&mixed, hopper()).as_deref(), Some("any_quant_experts"));
+    let mut mixed = call(1, q4k, DType::U8);
+    mixed.quant.as_mut().unwrap()[1] = packs(int(4, 32, false), DType::F16, [ColumnOrder::Input; 2])[1];
     assert_eq!(kernel(&mixed, hopper()).as_deref(), Some("any_quant_experts"));
 }
 

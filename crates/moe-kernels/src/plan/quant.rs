@@ -47,6 +47,7 @@ impl QuantWeights {
             got @ ColumnOrder::Filled => return Err(Reason::Columns { got }),
         }
         let (least, rows) = match self.scheme.codes {
+            _ if self.scheme.is_q4k() => return expect_steps("n", n, 16),
             Codes::Int(4 | 8) if self.scales == DType::F32 => {
                 return Err(Reason::Scales { got: self.scales.as_str(), accepted: vec!["f16", "bf16"] });
             }
@@ -65,8 +66,8 @@ impl QuantWeights {
 
     /// Whether two matrices have the same codes and the same kind of scales, so that one kernel reads both.
     pub(super) fn has_codec_of(&self, other: &Self) -> bool {
-        let levels = |weights: &Self| weights.scheme.levels == Levels::Fp8;
-        self.scheme.codes == other.scheme.codes && levels(self) == levels(other)
+        let form = |weights: &Self| (weights.scheme.levels == Levels::Fp8, weights.scheme.is_q4k());
+        self.scheme.codes == other.scheme.codes && form(self) == form(other)
     }
 
     /// This matrix for rows of x that are in the order of its columns.
@@ -100,7 +101,7 @@ fn fp4_group(scheme: QuantScheme) -> usize {
 pub fn expect_codec(scheme: QuantScheme, on_gpu: bool) -> Result<(), Reason> {
     let is_read = match scheme.codes {
         Codes::Floats => false,
-        Codes::Int(4 | 8) => !(on_gpu && scheme.has_minima()),
+        Codes::Int(4 | 8) => !(on_gpu && scheme.has_minima()) || scheme.is_q4k(),
         Codes::Int(bits) => matches!(bits, 5 | 6) && !on_gpu,
         Codes::E4m3 | Codes::E2m1 => true,
         Codes::Iq4Nl => !on_gpu,
@@ -133,9 +134,9 @@ pub(super) fn kernel_name(name: &str, quant: Option<QuantWeights>) -> String {
 }
 
 /// Whether the streaming kernels may multiply these weights without unpacking, by digits of rows of x. Digits need the
-/// most room (`has_digits` in quant/row_steps.cuh; groups of 32 are not multiplied by digits).
+/// most room (`has_digits` in quant/row_steps.cuh; groups of 32 and Q4_K are not multiplied by digits).
 pub(super) fn takes_digits(scheme: QuantScheme) -> bool {
-    scheme.is_int()
+    scheme.is_int() && !scheme.has_minima()
 }
 
 /// Bytes from one row of x with `columns` columns to the next in the streaming kernels (`row_pitch` in

@@ -7,6 +7,7 @@ use candle_core::Result;
 use half::{bf16, f16};
 
 use super::fp4_scales::push_scales;
+use super::q4k;
 use super::tiles::TILE_ROWS;
 use crate::element::Float;
 use crate::scheme::{Codes, QuantScheme};
@@ -22,6 +23,8 @@ pub(crate) enum PackedScales {
     F32(Vec<f32>),
     /// FP4: for each tile row the factors of its rows in f32, and [groups, 16] bytes.
     Fp4(Vec<u8>),
+    /// Q4_K: units of 128 columns.
+    Q4k(Vec<u8>),
 }
 
 impl PackedScales {
@@ -43,6 +46,9 @@ impl PackedScales {
     /// # Errors
     /// Scales that bytes do not hold.
     pub(crate) fn new(scheme: QuantScheme, scales: Vec<f32>, lines: usize) -> Result<(Self, usize)> {
+        if scheme.is_q4k() {
+            return Ok((Self::Q4k(q4k::bytes(&scales)), TILE_ROWS));
+        }
         if scheme.codes == Codes::E2m1 {
             let mut bytes = Vec::with_capacity(scales.len() + scales.len() / lines.max(1) * size_of::<f32>());
             for tile in scales.chunks_exact((lines * TILE_ROWS).max(1)) {

@@ -14,6 +14,7 @@ use candle_core::{Result, bail};
 
 use super::fp4;
 use super::packing::check_rows;
+use super::q4k;
 use super::sorted::{NO_COLUMN, Sorted};
 use super::{LogicalRows, QuantRows};
 use crate::codes::e4m3;
@@ -62,8 +63,8 @@ pub(crate) struct TileScratch {
 /// The memory for a tile row: for its tiles, and for its scales and zero points [groups, 16].
 pub(crate) struct TileRow<'a> {
     pub q: &'a mut [u8],
-    /// [[`scale_lines`](Tiles::scale_lines), 16]. Of scales in two levels, the first line has the floats that groups
-    /// share, and the others the bytes of their factors, as numbers.
+    /// [[`scale_lines`](Tiles::scale_lines), 16]. Of NVFP4, the first line has the floats that groups share, and the
+    /// others the bytes of their factors, as numbers; of Q4_K they are those of its units (`quant/q4k.rs`).
     pub scales: &'a mut [f32],
     /// Empty where all zero points are the same.
     pub zeros: &'a mut [u8],
@@ -131,6 +132,9 @@ impl Tiles {
     /// Lines of 16 numbers that are the scales of a tile row: one for each group, and before them, of scales that keep
     /// their two levels, one for all groups.
     pub(crate) fn scale_lines(&self) -> usize {
+        if self.scheme.is_q4k() {
+            return q4k::lines(self.groups);
+        }
         self.groups + usize::from(self.scheme.levels == Levels::Fp8)
     }
 
@@ -209,7 +213,13 @@ impl Tiles {
                 if self.scheme.levels == Levels::Fp8 {
                     scales[lane] = rows.scale_levels.shared.get(i).copied().unwrap_or(0.0);
                 }
-                for group in 0..self.groups {
+                if self.scheme.is_q4k() {
+                    let first = self.first_group();
+                    let row = q4k::Row { rows, row: i, groups, lane };
+                    q4k::put(self.scheme, &row, first..first + self.groups, scales)?;
+                }
+                let lines = if self.scheme.is_q4k() { 0 } else { self.groups };
+                for group in 0..lines {
                     let from = self.logical_group(e, group).min(groups.max(1) - 1);
                     let line = self.scale_lines() - self.groups + group;
                     scales[line * TILE_ROWS + lane] = self.scale(rows, i * groups + from);

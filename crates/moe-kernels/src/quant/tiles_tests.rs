@@ -38,7 +38,17 @@ impl Scattered {
         (hash(self.seed ^ 9, row * 1000 + group) as u8 & 0xfe, 0.1 + row as f32 * 1e-3)
     }
 
+    /// The same of Q4_K, whose floats eight groups share, of a scale or a minimum.
+    fn q4k(&self, part: u64, row: usize, group: usize) -> (u8, f32) {
+        let shared = f16::from_f32(0.1 + (row * 10 + group / 8) as f32 * 1e-3).to_f32();
+        (hash(self.seed ^ part, row * 1000 + group) as u8 & 63, shared)
+    }
+
     fn scale(&self, row: usize, group: usize) -> f32 {
+        if self.scheme.is_q4k() {
+            let (factor, shared) = self.q4k(13, row, group);
+            return f32::from(factor) * shared;
+        }
         if self.scheme.levels == Levels::Fp8 {
             let (factor, shared) = self.levels(row, group);
             return e4m3(factor) * shared;
@@ -95,7 +105,21 @@ impl QuantRows for Scattered {
             out.scale_levels.factor.extend(rows.clone().flat_map(levels).map(|(factor, _)| factor));
             out.scale_levels.shared.extend(rows.clone().map(|r| self.levels(r, 0).1));
         }
-        out.zero = match self.scheme.is_int() {
+        for (part, levels) in [(13, &mut out.scale_levels), (17, &mut out.minimum_levels)] {
+            if self.scheme.is_q4k() {
+                levels.clear();
+                let of = |r| (0..groups).map(move |g| self.q4k(part, r, g));
+                levels.factor.extend(rows.clone().flat_map(of).map(|(factor, _)| factor));
+                let first = |r| (0..groups).step_by(8).map(move |g| self.q4k(part, r, g).1);
+                levels.shared.extend(rows.clone().flat_map(first));
+            }
+        }
+        out.minimum.clear();
+        if self.scheme.has_minima() {
+            let of = |r| (0..groups).map(move |g| self.q4k(17, r, g));
+            out.minimum.extend(rows.clone().flat_map(of).map(|(factor, shared)| f32::from(factor) * shared));
+        }
+        out.zero = match self.scheme.is_int() && !self.scheme.has_minima() {
             false => Vec::new(),
             true => rows.flat_map(|r| (0..groups).map(move |g| self.zero(r, g))).collect(),
         };
@@ -176,6 +200,8 @@ impl Made {
         let lines = self.tiles.scale_lines();
         let line = |line: usize| self.scales[(tile_row * lines + line) * 16 + row];
         match self.tiles.scheme.levels {
+            // The lines of a unit: quant/q4k.rs.
+            Levels::Two(_) => line(group / 4 * 10 + group % 4) * line(group / 4 * 10 + 8),
             Levels::Fp8 => e4m3(line(1 + group) as u8) * line(0),
             _ => line(group),
         }
@@ -230,6 +256,10 @@ fn fp8(scales: QuantGroup) -> QuantScheme {
     QuantScheme::fp8(scales)
 }
 
+fn q4k() -> QuantScheme {
+    int(4, 32, false, false).with_minima().with_shared_scales(8)
+}
+
 fn nvfp4() -> QuantScheme {
     QuantScheme::fp4(QuantGroup::Size(16)).with_fp8_scales()
 }
@@ -250,7 +280,8 @@ fn every_weight_lies_where_the_order_says() -> Result<()> {
             200,
             vec![fp8(QuantGroup::Block { n: 16, k: 128 }), fp8(QuantGroup::Channel), int(4, 0, true, false)],
         ),
-        (160, vec![QuantScheme::fp4(QuantGroup::Size(32)), nvfp4()]),
+        (160, vec![QuantScheme::fp4(QuantGroup::Size(32)), nvfp4(), q4k()]),
+        (512, vec![q4k()]),
         // The last group is shorter.
         (192, vec![int(4, 128, true, false), int(8, 128, false, false), int(4, 128, true, true)]),
         (128, vec![int(4, 128, false, true), int(8, 32, false, true), fp8(QuantGroup::Tensor)]),
@@ -278,6 +309,8 @@ fn a_rank_packs_its_inputs() -> Result<()> {
         let whole = [Scattered::new(20, 192, scheme, 3)];
         pack(&whole, 64..192, false)?.check(&whole, &(64..192));
     }
+    let whole = [Scattered::new(20, 512, q4k(), 3)];
+    pack(&whole, 256..512, false)?.check(&whole, &(256..512));
     let whole = [Scattered::new(20, 192, int(4, 32, true, false), 3)];
     let e = pack(&whole, 16..192, false).map(|_| ()).unwrap_err().to_string();
     assert!(e.contains("cut a group of 32 columns"), "{e}");
@@ -312,7 +345,7 @@ fn scales_take_the_shortest_exact_type() {
             PackedScales::F16(_) => DType::F16,
             PackedScales::Bf16(_) => DType::BF16,
             PackedScales::F32(_) => DType::F32,
-            PackedScales::Fp4(_) => DType::U8,
+            PackedScales::Fp4(_) | PackedScales::Q4k(_) => DType::U8,
         };
         (dtype, rows)
     };

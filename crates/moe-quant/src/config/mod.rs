@@ -9,6 +9,7 @@ mod common;
 mod compressed;
 mod dynamic;
 mod fp8;
+mod gguf;
 mod gptq;
 mod header;
 mod modelopt;
@@ -82,6 +83,7 @@ impl QuantConfig {
             "compressed-tensors" => compressed::read(&header),
             "fp8" => fp8::read(&header),
             "mxfp4" => mxfp4::read(&header),
+            "gguf" => gguf::read(&header),
             "modelopt" | "modelopt_fp4" => modelopt::read(&header),
             "quark" => quark::read(&header),
             "auto-round" | "auto_round" | "intel/auto-round" => autoround::read(&header),

@@ -135,8 +135,8 @@ mod tests {
     use crate::plan::{ColumnOrder, EpilogueCall, Gpu, Machine, QuantWeights};
     use crate::scheme::{QuantGroup, QuantScheme};
 
-    /// bf16, integers of 4 bits, FP8.
-    fn weights() -> [Option<[QuantWeights; 2]>; 3] {
+    /// bf16, integers of 4 bits, FP8, Q4_K.
+    fn weights() -> [Option<[QuantWeights; 2]>; 4] {
         let pack = |scheme, scales| {
             let order = ColumnOrder::Input;
             [true, false].map(|gate_up| QuantWeights { scheme, scales, gate_up, in_blocks: false, order })
@@ -144,7 +144,8 @@ mod tests {
         let group = QuantGroup::Size(64);
         let int = QuantScheme::int(4, group).with_zero_points(true);
         let fp8 = QuantScheme::fp8(QuantGroup::Channel);
-        [None, Some(pack(int, DType::F16)), Some(pack(fp8, DType::F32))]
+        let q4k = QuantScheme::int(4, QuantGroup::Size(32)).with_minima().with_shared_scales(8);
+        [None, Some(pack(int, DType::F16)), Some(pack(fp8, DType::F32)), Some(pack(q4k, DType::U8))]
     }
 
     /// The answer of the kernel itself.

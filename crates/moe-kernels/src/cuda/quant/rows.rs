@@ -59,7 +59,7 @@ pub(super) fn pack(
         PackedScales::F16(scales) => upload(scales, ex)?,
         PackedScales::Bf16(scales) => upload(scales, ex)?,
         PackedScales::F32(scales) => upload(scales, ex)?,
-        PackedScales::Fp4(scales) => upload(scales, ex)?,
+        PackedScales::Fp4(scales) | PackedScales::Q4k(scales) => upload(scales, ex)?,
     };
     let zeros = tiles.own_zeros().then(|| upload(&zeros, ex)).transpose()?;
     Ok(Arrays { q, scales, scale_rows, in_blocks, zeros })
