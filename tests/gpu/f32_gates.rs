@@ -39,7 +39,7 @@ fn paired(rng: &mut Rng, experts: usize, hidden: usize) -> Buffer {
     Buffer::from_vec(values, &[experts, hidden]).unwrap()
 }
 
-/// The logits are the products of the definition, and the choices are those of the CPU for these logits.
+/// The logits are the products of the definition, and the choices are the ones that the CPU makes for these logits.
 #[test]
 fn logits_keep_the_digits_of_a_gate_in_f32() {
     let mut rng = Rng::new();

@@ -138,8 +138,8 @@ impl Promise {
             // An activation between two numbers of E4M3, which are 1/16 apart, may round to the other one. Products of
             // activations that are not quantised are off by about 2.5e-2.
             (Fp8, _) => 1.5e-2,
-            // Its weights, rounded once, and its scales are off by 0.24 % in each product.
-            (_, true) if scheme == Some(q4k()) => 8e-3,
+            // Its weights, rounded once, and its scales are off by 0.24 % in each product, and an output has three.
+            (_, true) if scheme == Some(q4k()) => 1.2e-2,
             (_, true) => 5e-3,
             (Wide, false) => 4e-3,
             _ => 3e-3,
@@ -176,7 +176,7 @@ pub fn check(rng: &mut Rng, case: Case, packs: &Packs, ex: &Exec) {
         let in_bf16 = step.sums(DType::BF16, None, &mut p);
         if chosen == ExpertsForm::OneLaunch {
             let off = relative_error(&want, &in_bf16.view().to_f32_vec().unwrap());
-            assert!(off < 6e-3, "{name} in bf16: off by {off}");
+            assert!(off < promise.bound.max(6e-3), "{name} in bf16: off by {off}");
         } else {
             assert_same(&format!("{name} in bf16"), &rounded, &in_bf16);
         }

@@ -118,7 +118,7 @@ def check_composite(spec, directory, tensors):
 
 
 def check_gates(spec, model, input_ids, generated):
-    """In bf16 the gates' digits must decide: with them the tokens are those of f32, and without them they are not."""
+    """In bf16 the gates' digits must decide: the tokens equal the ones in f32 with them, not without them."""
     kept, rounded = gate_tokens(model, input_ids, spec.generate)
     if not torch.equal(kept, generated) or torch.equal(rounded, generated):
         raise RuntimeError(f"{spec.name}: choose another seed, rounded gates give {rounded.tolist()}")
@@ -225,7 +225,7 @@ def main():
         "safetensors": safetensors.__version__,
     }
     if args.only and manifest_path.exists():
-        # Its versions are those of the fixtures that stay. A fixture that another transformers makes names it.
+        # Its versions made the fixtures that stay. A fixture that another transformers makes names it.
         manifest = json.loads(manifest_path.read_text())
         known = {e["name"]: e for e in manifest["fixtures"]}
         made_with = {name: manifest[name] for name in made_with}

@@ -14,8 +14,8 @@ from families import FAMILIES
 
 
 def build(config_values, dtype, seed, f32_gates=False):
-    """A model with random weights of storage type `dtype`, a function of config and seed alone. With `f32_gates` its gates
-    are in f32, and experts come in pairs."""
+    """A model with random weights of storage type `dtype`, a function of config and seed alone. With `f32_gates` its
+    gates are in f32, and experts come in pairs."""
     family = FAMILIES[config_values.get("model_type", "qwen3_moe")]
     config = family.config(**config_values)
     model = family.model(config)

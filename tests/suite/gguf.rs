@@ -274,6 +274,8 @@ fn the_plan_counts_floats_as_floats() {
             let elements: usize = spec.shape.iter().product();
             let bytes = match (spec.name.strip_suffix(".weight"), spec.shape.as_slice()) {
                 (Some("model.embed_tokens"), _) => 2 * elements,
+                // Gates keep their digits.
+                _ if layout.exact.contains(&spec.name) => 4 * elements,
                 (Some(module), &[n, k]) => {
                     let stored = quantisation.scheme_of(module).unwrap().matrix_bytes((n, k), DType::BF16);
                     let is_float = floats.iter().any(|name| module.ends_with(name));

@@ -88,8 +88,8 @@ pub fn run(program: &Program, args: &InspectArgs) -> Result<ExitCode> {
             notes(program, checkpoint, &mut facts)?;
             states(program, checkpoint, &mut facts)?;
             head(program, checkpoint, &mut facts)?;
-            gates(program, checkpoint, &mut facts)?;
         }
+        gates(program, checkpoint, &mut facts)?;
     }
     if Configs::read(located.dir()).is_ok_and(|configs| configs.quantisation.is_none()) {
         fitting::variants(program, &located, &mut facts);
@@ -240,10 +240,11 @@ fn head(program: &Program, checkpoint: &Checkpoint, facts: &mut Map<String, Valu
 /// Says that the file has the gates of routers in f32 and that a run keeps their digits, if that is so.
 fn gates(program: &Program, checkpoint: &Checkpoint, facts: &mut Map<String, Value>) -> Result<()> {
     let Ok(model) = program.families.parse(&checkpoint.config) else { return Ok(()) };
-    let exact = model.layout(&Geometry::default(), &|name| checkpoint.has(name))?.exact;
-    let dtype = checkpoint.dtype()?;
+    let layout = model.layout(&Geometry::default(), &|name| checkpoint.has(name));
+    // A model that does not run says why elsewhere.
+    let (Ok(layout), Ok(dtype)) = (layout, checkpoint.dtype()) else { return Ok(()) };
     let stored = |name: &String| checkpoint.tensors.info(name).and_then(|tensor| tensor.dtype);
-    if dtype != DType::F32 && exact.iter().any(|name| stored(name) == Some(DType::F32)) {
+    if dtype != DType::F32 && layout.exact.iter().any(|name| stored(name) == Some(DType::F32)) {
         let text = format!("stored in f32, and kept in f32 where {} would round them", dtype.as_str());
         facts.insert("router gates".into(), text.into());
     }

@@ -5,11 +5,11 @@
 //! different instruction sets differ within a stated bound.
 
 mod awake;
-mod side_stream;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod isa;
 mod launches;
+mod side_stream;
 
 use std::sync::Arc;
 

@@ -24,6 +24,7 @@ mod source;
 mod stack;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 mod stored;
+mod tile_rows;
 mod tile_scales;
 mod tiles;
 
@@ -45,10 +46,12 @@ pub use source::{Opened, QuantSource};
 pub use stack::QuantStack;
 pub use stored::{StoredBytes, StoredGrid, StoredMatrix, StoredPart, StoredTensor, StoredWords};
 #[cfg(feature = "cuda")]
+pub(crate) use tile_rows::TILE_ROWS;
+#[cfg(feature = "cuda")]
 pub(crate) use tile_scales::PackedScales;
 pub(crate) use tiles::Tiles;
 #[cfg(feature = "cuda")]
-pub(crate) use tiles::{TILE_ROWS, TileRow, TileScratch};
+pub(crate) use tiles::{TileRow, TileScratch};
 
 /// Rows of a quantised matrix in their logical form, after a format's packing, interleaving and sorting are undone.
 ///

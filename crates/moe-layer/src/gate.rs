@@ -30,7 +30,7 @@ impl Gate {
 
 /// The weight with all of its digits: in the dtype of `vb` if this dtype holds every value, and otherwise in f32.
 ///
-/// The first case is that of a checkpoint in the model's dtype. Its products are those of the weight widened to f32,
+/// The first case is a checkpoint in the model's dtype. Its products equal the products of the weight widened to f32,
 /// because the rows are in the model's dtype, too: the product of two bf16 or two f16 values has at most 22 significant
 /// bits, so f32 holds it exactly, and every kernel sums products in f32. Only the order of the sums may differ, as
 /// between any two kernels. So kernels that read both in the model's dtype may compute the logits.
@@ -68,7 +68,7 @@ mod tests {
     fn a_gate_keeps_its_digits_where_the_reference_does() -> Result<()> {
         // f16 has three bits more than bf16, and a smaller range.
         let in_bf16 = [1.0, -2.5, 0.015625, -0.0];
-        let in_f16 = [1.0009765625, -2.5, 0.0, -0.0];
+        let in_f16 = [1.0 + 1.0 / 1024.0, -2.5, 0.0, -0.0];
         let in_neither = [1.0, 1.00001, -2.5, 0.0];
         for (values, dtype, f32_gate, kept) in [
             (in_bf16, DType::BF16, true, DType::BF16),

@@ -193,7 +193,8 @@ fn products_are_those_of_their_definition() {
                 };
                 let got = run();
                 let again = run();
-                // A single row is computed by digits; from 65 rows on, and with Q4_K always, weights are rounded to bf16.
+                // A single row is computed by digits. From 65 rows on, and with Q4_K always, weights are rounded to
+                // bf16.
                 let bound = if m <= 64 && scheme != q4k() { 5e-5 } else { 4e-3 };
                 let bounds = [("stored", &want, bound), ("in bf16", &want, 4e-3), ("added", &added, bound)];
                 for ((part, want, bound), (got, again)) in bounds.into_iter().zip(got.iter().zip(&again)) {

@@ -54,9 +54,9 @@ __device__ __forceinline__ void attend(const DecodeArgs& a, const KvMaps& maps, 
   Ring ring(s.ring(warp), s.full(warp), maps, span);
   if (!range.padding) ring.start();
   const Constants<D> constants(a, p.row);
-  // If this kernel runs at the same time as the kernel before it (`overlapped`), there is nothing to wait for. That kernel
-  // lets this one begin after its own wait, so everything before both has ended, and what it wrote (qkv) is read from
-  // L2.
+  // If this kernel runs at the same time as the kernel before it (`overlapped`), there is nothing to wait for. That
+  // kernel lets this one begin after its own wait, so everything before both has ended, and what it wrote (qkv) is read
+  // from L2.
   if (!a.overlapped) pdl_wait();
   if (range.padding) {
     zero_out<D, kFp8>(a, p);
@@ -100,7 +100,8 @@ __device__ __forceinline__ void decode(const DecodeArgs& a, const KvMaps& maps) 
   extern __shared__ __align__(1024) uint8_t smem[];
   pdl_launch_dependents();
   attend<D, Ring, kFp8>(a, maps, Shared<D>(smem));
-  // With `overlapped`, one block waits for the kernel before at last, so that the end of this kernel still implies its end.
+  // With `overlapped`, one block waits for the kernel before at last, so that the end of this kernel still implies its
+  // end.
   const bool last = blockIdx.x == 0 && blockIdx.y + 1 == gridDim.y && blockIdx.z + 1 == gridDim.z;
   if (a.overlapped && last) pdl_wait();
 }
@@ -211,8 +212,9 @@ extern "C" int moe_attention_decode(const moe::AttentionDecodeArgs* args, void* 
   return moe_attention_decode_overlapped(args, 0, stream);
 }
 
-/// The same as moe_attention_decode. With `overlapped`, it may run at the same time as the kernel before it on the stream.
-/// That kernel writes nothing that this one reads, and lets this one begin when everything before both is there.
+/// The same as moe_attention_decode. With `overlapped`, it may run at the same time as the kernel before it on the
+/// stream. That kernel writes nothing that this one reads, and lets this one begin when everything before both is
+/// there.
 extern "C" int moe_attention_decode_overlapped(const moe::AttentionDecodeArgs* args, int overlapped, void* stream) {
   return moe::run_decode(*args, overlapped, {}, stream);
 }

@@ -32,7 +32,7 @@ struct DecodeArgs {
   float scale;  // the scale times log2 e
   uint32_t window;
   int splits;
-  bool overlapped;         // whether everything that this kernel reads was written before the previous kernel began
+  bool overlapped;     // whether everything that this kernel reads was written before the previous kernel began
   fp8::RowsOut fp8;    // used instead of `out` if it has scales: heads of 128
   const float* sinks;  // [heads], or null
   int qkv_row;         // floats from one row of qkv to the next

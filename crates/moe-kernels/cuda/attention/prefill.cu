@@ -322,8 +322,8 @@ extern "C" int moe_attention_prefill_wgmma_on_blocks(const moe::PagedAttentionAr
   return moe::attention_prefill::run_wgmma(*args, blocks, {}, stream);
 }
 
-/// The same as moe_attention_prefill_wgmma_on_blocks, followed by moe_fp8_quantise, bit for bit: `out` is [tokens, heads
-/// 128] bytes, by quads or not, and scales are [heads, lines]. Heads of 128.
+/// The same as moe_attention_prefill_wgmma_on_blocks, followed by moe_fp8_quantise, bit for bit: `out` is [tokens,
+/// heads 128] bytes, by quads or not, and scales are [heads, lines]. Heads of 128.
 extern "C" int moe_attention_prefill_wgmma_fp8(const moe::PagedAttentionArgs* args, int blocks, float* scales,
                                                int lines, int quads, void* stream) {
   const moe::fp8::RowsOut fp8 = {static_cast<uint8_t*>(args->out), scales, lines, quads != 0};

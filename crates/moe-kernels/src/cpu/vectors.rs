@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use super::dispatch;
 use super::pack::Pack;
-use super::panel::{Expand, PanelRows, PanelUnit, following, flush, panels_from};
+use super::panel::{Expand, PanelRows, PanelUnit, flush, following, panels_from};
 use super::product::{Chain, K_BLOCK, chains};
 use super::simd::{LANES, Lanes};
 use super::stream::{Next, Stream};

@@ -9,6 +9,8 @@ use half::bf16;
 
 use super::args::*;
 use super::peer::{PeerArray, PeerBuffers, PeerNeeds, PeerTokens};
+#[cfg(test)]
+use super::quant_format::QuantFormat;
 
 type Stream = *mut c_void;
 

@@ -285,7 +285,7 @@ fn stream(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::args::QuantFormat;
+    use crate::cuda::quant_format::QuantFormat;
     use crate::plan::{ColumnOrder, Gpu, QuantWeights};
     use crate::scheme::{QuantGroup, QuantScheme};
 

@@ -32,6 +32,7 @@ mod locked;
 mod memory;
 mod peer;
 pub(crate) mod quant;
+pub(crate) mod quant_format;
 mod ranks;
 mod router;
 mod routing;

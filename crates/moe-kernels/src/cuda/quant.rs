@@ -12,9 +12,9 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use self::arrays::{Arrays, upload};
 use super::any::activation_code;
 use super::args::{
-    AnyQuantDownArgs, AnyQuantGateUpArgs, AnyQuantLinearArgs, Dtype, In, OrderRowsArgs, QuantFormat,
-    QuantPack,
+    AnyQuantDownArgs, AnyQuantGateUpArgs, AnyQuantLinearArgs, Dtype, In, OrderRowsArgs, QuantPack,
 };
+use super::quant_format::QuantFormat;
 use super::{CudaExec, Staging, aligned, ffi, small};
 use crate::buffer::{Buffer, Scratch};
 use crate::exec::Exec;

@@ -4,7 +4,8 @@
 use super::*;
 use crate::quant::QuantPart;
 use crate::quant::source::Stack;
-use crate::quant::tiles::{TILE_ROWS, TileRow, TileScratch, tile_columns};
+use crate::quant::tile_rows::TILE_ROWS;
+use crate::quant::tiles::{TileRow, TileScratch, tile_columns};
 use crate::scheme::{QuantGroup, QuantScheme};
 use stored::{Kind, Stored, scale_of};
 

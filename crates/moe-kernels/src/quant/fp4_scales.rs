@@ -2,7 +2,7 @@
 
 use candle_core::{Result, bail};
 
-use super::tiles::TILE_ROWS;
+use super::tile_rows::TILE_ROWS;
 use crate::scheme::{Levels, QuantScheme};
 
 /// The byte of a scale that is NaN.

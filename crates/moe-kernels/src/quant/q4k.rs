@@ -6,7 +6,7 @@ use candle_core::{Result, bail};
 use half::f16;
 
 use super::LogicalRows;
-use super::tiles::TILE_ROWS;
+use super::tile_rows::TILE_ROWS;
 use crate::scheme::{Levels, QuantScheme};
 
 /// Groups of a unit.

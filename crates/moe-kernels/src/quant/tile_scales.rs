@@ -8,7 +8,7 @@ use half::{bf16, f16};
 
 use super::fp4_scales::push_scales;
 use super::q4k;
-use super::tiles::TILE_ROWS;
+use super::tile_rows::TILE_ROWS;
 use crate::element::Float;
 use crate::scheme::{Codes, QuantScheme};
 

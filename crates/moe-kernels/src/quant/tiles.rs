@@ -16,13 +16,12 @@ use super::fp4;
 use super::packing::check_rows;
 use super::q4k;
 use super::sorted::{NO_COLUMN, Sorted};
+use super::tile_rows::TILE_ROWS;
 use super::{LogicalRows, QuantRows};
 use crate::codes::e4m3;
 use crate::plan::ColumnOrder;
 use crate::scheme::{Codes, Levels, QuantScheme};
 
-/// Rows of a tile.
-pub(crate) const TILE_ROWS: usize = 16;
 /// Bytes of a tile.
 const TILE_BYTES: usize = 512;
 /// Columns of a k-step of the tensor cores.
@@ -64,7 +63,7 @@ pub(crate) struct TileScratch {
 pub(crate) struct TileRow<'a> {
     pub q: &'a mut [u8],
     /// [[`scale_lines`](Tiles::scale_lines), 16]. Of NVFP4, the first line has the floats that groups share, and the
-    /// others the bytes of their factors, as numbers; of Q4_K they are those of its units (`quant/q4k.rs`).
+    /// others the bytes of their factors, as numbers; of Q4_K the lines of its units (`quant/q4k.rs`).
     pub scales: &'a mut [f32],
     /// Empty where all zero points are the same.
     pub zeros: &'a mut [u8],

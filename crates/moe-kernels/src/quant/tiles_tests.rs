@@ -1,7 +1,6 @@
 //! Compares packs with the definition of their order, place by place.
 
 use candle_core::DType;
-
 use half::{bf16, f16};
 
 use super::*;

@@ -1,5 +1,5 @@
-//! Headers of `quant_method: gguf`, which describe random weights of one type of ggml. A GGUF file says the type of each
-//! tensor itself.
+//! Headers of `quant_method: gguf`, which describe random weights of one type of ggml. A GGUF file says the type of
+//! each tensor itself.
 
 use moe_kernels::names::LM_HEAD;
 

@@ -36,7 +36,7 @@ fn each_is_refused(good: &Value, faults: Vec<Fault>) {
 
 #[test]
 fn methods() {
-    for method in ["bitsandbytes", "gguf", "aqlm", "hqq", "torchao", "exl3", "quip", "eetq"] {
+    for method in ["bitsandbytes", "aqlm", "hqq", "torchao", "exl3", "quip", "eetq"] {
         let text = refusal(&json!({"quant_method": method, "bits": 4}));
         assert!(text.contains(&format!("quantisation method `{method}` (`quantization_config`)")), "{text}");
         assert!(

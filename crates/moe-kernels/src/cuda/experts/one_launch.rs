@@ -131,7 +131,7 @@ impl OneLaunch<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::args::QuantFormat;
+    use crate::cuda::quant_format::QuantFormat;
     use crate::plan::{ColumnOrder, EpilogueCall, Gpu, Machine, QuantWeights};
     use crate::scheme::{QuantGroup, QuantScheme};
 

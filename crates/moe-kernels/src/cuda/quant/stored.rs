@@ -7,7 +7,8 @@ use rayon::prelude::*;
 
 use super::arrays::Arrays;
 use crate::buffer::Buffer;
-use crate::cuda::args::{Dtype, In, Out, QuantFormat, QuantPackStoredArgs, StoredCoding};
+use crate::cuda::args::{Dtype, In, Out, QuantPackStoredArgs, StoredCoding};
+use crate::cuda::quant_format::QuantFormat;
 use crate::cuda::{CudaExec, Staging, ffi, small};
 use crate::exec::Exec;
 use crate::quant::{StoredBatches, StoredWords, TILE_ROWS, Tiles};
