@@ -149,8 +149,8 @@ fn prompts_without_a_state_are_zeros() {
     }
 }
 
-/// A prompt that is cut at multiples of 64 rows has the bits of the whole, whatever is next to it. The whole has more
-/// chunks than the memory between the launches has room for.
+/// A prompt that is cut at multiples of 64 rows has the bits of the uncut prompt, whatever other sequences are in the
+/// step. The uncut prompt has more chunks than the memory between the two launches can hold at a time.
 #[test]
 fn prompts_cut_at_chunks_have_the_bits_of_the_whole() {
     let mut rng = Rng::new();

@@ -307,7 +307,7 @@ fn published_models_take_tuned_kernels_on_hopper() {
     }
 }
 
-/// The sizes in files of Q4_K are the sizes in the config.
+/// Every product of this model in Q4_K has a tuned kernel for its sizes.
 #[test]
 fn qwen3_30b_in_q4_k_takes_tuned_kernels_on_hopper() {
     let machine = Machine { gpu: Some(Gpu::HOPPER), ..Machine::default() };

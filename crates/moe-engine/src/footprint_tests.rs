@@ -74,7 +74,7 @@ fn a_cache_has_room_next_to_the_weights() {
     assert!(error.contains("ask for shorter ones (`max_model_len`"), "{error}");
     assert!(
         check(&EngineConfig::default(), 60 * GIB).is_ok(),
-        "a cache that nobody sized takes what is left"
+        "a cache without a set size takes the memory that is left"
     );
 }
 

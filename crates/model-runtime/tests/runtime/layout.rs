@@ -284,7 +284,8 @@ fn ranks_hold_their_heads_of_norms_over_all_heads() {
     }
 }
 
-/// On a GPU 128 columns of Q4_K share their floats, elsewhere groups of 32 may be cut apart.
+/// On a GPU 128 columns of Q4_K share their floats, so ranks cut between such units. On a CPU they cut between groups
+/// of 32 columns.
 #[test]
 fn parts_of_q4_k_on_a_gpu_have_whole_units() {
     let formats = HashMap::from([("a".to_string(), Format::Ggml(GgmlType::Q4K))]);

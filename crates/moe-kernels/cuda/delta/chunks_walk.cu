@@ -133,7 +133,7 @@ struct Keys {
 };
 
 /// The tiles of a warp's 16 rows of a triangle, upper and lower digits. Those after the diagonal are zeros, and are
-/// multiplied: branches would keep the products apart, and the last warp has to wait for all of them in any case.
+/// multiplied, too: branches between products would cost more, and the last warp multiplies all tiles in any case.
 struct Triangle {
   Vec16 at[kRowSteps][2];
 
