@@ -28,8 +28,15 @@ ISAS = [
     ("avx512-dot", "avx512", "avx512_bf16"),
     ("amx-bf16", "amx", "amx_bf16"),
 ]
-# The formats that are compared: llama.cpp's and this project's.
-FORMATS = [("BF16", ["bf16"]), ("Q8_0", ["int8-g32"]), ("Q4_0", ["int4-g32", "int4-g128"])]
+# The formats that are compared: llama.cpp's and this project's. With a name that ends in .gguf both run the same file.
+FORMATS = [
+    ("BF16", ["bf16", "BF16.gguf"]),
+    ("Q8_0", ["int8-g32", "Q8_0.gguf"]),
+    ("Q4_0", ["int4-g32", "int4-g128", "Q4_0.gguf"]),
+    ("Q4_K_M", ["Q4_K_M.gguf"]),
+    ("IQ4_XS", ["IQ4_XS.gguf"]),
+    ("MXFP4", ["MXFP4.gguf"]),
+]
 CPU = Path("/proc/cpuinfo").read_text()
 WRITING = threading.Lock()
 SETTINGS = {"huge": ("0", {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}), "mmap": ("1", {})}
@@ -63,8 +70,12 @@ def theirs(args, build, kind, setting, cores):
 
 def ours(args, isa, name, cores):
     out = args.out.with_name(f"{isa}-{name}.json")
-    folder = args.work / "ours" / name
-    weights = ["--config", str(args.config), "--dummy-weights"] if name == "bf16" else ["--model", str(folder)]
+    if name == "bf16":
+        weights = ["--config", str(args.config), "--dummy-weights"]
+    elif name.endswith(".gguf"):
+        weights = ["--model", str(args.work / "gguf" / f"{args.config.stem}-{name}")]
+    else:
+        weights = ["--model", str(args.work / "ours" / name)]
     flags = f"--batches 1,8 --prompt 32 --output {args.steps + 1} --lengths 512 --repeat {args.repeat}".split()
     command = [str(args.program), "bench", *weights, *flags, "--log", "warn", "--num-threads", "2"]
     _, wall = run([*command, "--cpu-isa", isa, "--json", str(out)], cores)

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """make_gguf.py CONFIG OUT [--layers N] [FORMAT ..]: random-weight qwen3moe GGUF files from a config.json.
 
-Formats: BF16, Q8_0, Q4_0 (all of them by default). Every matrix is in the format; norms and router are F32. Integers
-are drawn as they are stored, with scales that give the deviation 0.02, and a tensor is written before the next is made:
-a model of 30 B parameters takes half a minute and the memory of its largest tensor.
+Formats: BF16, Q8_0, Q4_0 (all of them by default), Q4_K_M. Every matrix is in the format; norms and router are F32. In
+Q4_K_M they are Q4_K, with Q6_K where llama-quantize has it. Integers are drawn as they are stored, with scales that
+give the deviation 0.02, and a tensor is written before the next is made: a model of 30 B parameters takes a minute and
+the memory of its largest tensor.
 """
 import json
 import math
@@ -19,7 +20,9 @@ FILE_TYPES = {
     "BF16": gguf.LlamaFileType.MOSTLY_BF16,
     "Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
     "Q4_0": gguf.LlamaFileType.MOSTLY_Q4_0,
+    "Q4_K_M": gguf.LlamaFileType.MOSTLY_Q4_K_M,
 }
+DEFAULT = ("BF16", "Q8_0", "Q4_0")
 
 
 def byte_alphabet():
@@ -70,6 +73,10 @@ def random_rows(rng, kind, rows, columns):
         # each weight.
         x = (rng.random((rows, columns), dtype=np.float32) - np.float32(0.5)) * np.float32(0.04 * 3**0.5)
         return (x.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    if kind == "Q4_K":
+        return q4_k_rows(rng, rows, columns)
+    if kind == "Q6_K":
+        return q6_k_rows(rng, rows, columns)
     # A block of 32: a scale in f16, then its integers.
     size, span = (34, 255) if kind == "Q8_0" else (18, 15)
     blocks = rng.integers(0, 256, (rows, columns // 32, size), dtype=np.uint8)
@@ -85,8 +92,55 @@ def random_rows(rng, kind, rows, columns):
     return blocks.reshape(rows, -1)
 
 
-def tensors(config):
-    """Names, shapes and whether a tensor is in the file's format: matrices are, norms and routers are not."""
+def q4_k_rows(rng, rows, columns):
+    """Blocks of 256: a scale and a minimum in f16, 8 scales and 8 minima of 6 bits in 12 bytes, 256 integers of 4 bits.
+    A minimum has the integer of its scale, 32 to 47, and the f16 of the minima is 7.5 times the other one, so that the
+    mean weight is 0."""
+    blocks = rng.integers(0, 256, (rows, columns // 256, 144), dtype=np.uint8)
+    low = blocks[:, :, 4:8] & 15
+    high = blocks[:, :, 8:12] & 15
+    # The upper two bits of bytes 0 to 7 belong to the groups 4 to 7; bytes 8 to 11 hold their other four.
+    blocks[:, :, 4:8] = 0b10_10_0000 | low
+    blocks[:, :, 8:12] = 0b10_10_0000 | low
+    blocks[:, :, 12:16] = high << 4 | high
+    scale = 0.02 / (39.5 * (255 / 12) ** 0.5)
+    blocks[:, :, 0:4] = np.array([scale, 7.5 * scale], dtype=np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def q6_k_rows(rng, rows, columns):
+    """Blocks of 256: the lower four bits of the integers, their upper two, 16 scales of 8 bits, here 16 to 31, and an
+    f16."""
+    blocks = rng.integers(0, 256, (rows, columns // 256, 210), dtype=np.uint8)
+    blocks[:, :, 192:208] = 16 | blocks[:, :, 192:208] & 15
+    scale = 0.02 / (23.5 * (4095 / 12) ** 0.5)
+    blocks[:, :, 208:210] = np.array([scale], dtype=np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def type_of(kind, name, layers):
+    """The type of a matrix in a file of this format: llama-quantize's choice for Qwen3-MoE."""
+    if kind != "Q4_K_M":
+        return kind
+    if name == "output.weight":
+        return "Q6_K"
+    part = name.split(".")
+    if part[0] != "blk" or part[2] not in ("attn_v", "ffn_down_exps"):
+        return "Q4_K"
+    layer, eighth = int(part[1]), layers // 8
+    more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+    return "Q6_K" if more else "Q4_K"
+
+
+def tensors(config, kind):
+    """Names, shapes and types: matrices are in the file's format, norms and routers in F32."""
+    layers = config["num_hidden_layers"]
+    for name, shape, matrix in shapes(config):
+        yield name, shape, type_of(kind, name, layers) if matrix else "F32"
+
+
+def shapes(config):
+    """Names, shapes and whether a tensor is in the file's format."""
     hidden, head, vocab = config["hidden_size"], config["head_dim"], config["vocab_size"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     experts, width = config["num_experts"], config["moe_intermediate_size"]
@@ -118,7 +172,7 @@ def main():
     config_path, out = Path(args[0]), Path(args[1])
     config = json.loads(config_path.read_text())
     config["num_hidden_layers"] = layers or config["num_hidden_layers"]
-    for kind in args[2:] or list(FILE_TYPES):
+    for kind in args[2:] or DEFAULT:
         write(config, out / f"{config_path.stem}-{kind}.gguf", kind)
 
 
@@ -126,23 +180,23 @@ def write(config, path, kind):
     start = time.time()
     w = writer(config, path, kind)
     rng = np.random.Generator(np.random.SFC64(0))
-    for name, shape, matrix in tensors(config):
-        raw = GGMLQuantizationType[kind if matrix else "F32"]
+    for name, shape, stored_as in tensors(config, kind):
+        raw = GGMLQuantizationType[stored_as]
         block, size = gguf.GGML_QUANT_SIZES[raw]
         count = math.prod(shape)
         # The sizes of quantised tensors are given in bytes.
         stored = (*shape[:-1], shape[-1] // block * size)
-        as_bytes = matrix and kind != "F32"
+        as_bytes = stored_as != "F32"
         dtype = np.dtype(np.uint8 if as_bytes else np.float32)
         w.add_tensor_info(name, stored if as_bytes else shape, dtype, count // block * size, raw)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_ti_data_to_file()
-    for name, shape, matrix in tensors(config):
+    for _, shape, stored_as in tensors(config, kind):
         if len(shape) == 1:
             w.write_tensor_data(np.ones(shape, dtype=np.float32))
         else:
-            w.write_tensor_data(random_rows(rng, kind if matrix else "F32", math.prod(shape[:-1]), shape[-1]))
+            w.write_tensor_data(random_rows(rng, stored_as, math.prod(shape[:-1]), shape[-1]))
     w.close()
     print(f"{path}: {time.time() - start:.1f} s", flush=True)
 
