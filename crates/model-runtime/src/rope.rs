@@ -146,8 +146,10 @@ impl Rope {
             // The angle is an f32 product as in torch; f64 functions rounded once do not depend on
             // the machine's f32 libm.
             let (sine, cosine) = ((position as f32 * f) as f64).sin_cos();
-            *c = cosine as f32 * self.attention_factor;
-            *s = sine as f32 * self.attention_factor;
+            // A pair that is not rotated keeps its values.
+            let factor = if *f == 0.0 { 1.0 } else { self.attention_factor };
+            *c = cosine as f32 * factor;
+            *s = sine as f32 * factor;
         }
     }
 }

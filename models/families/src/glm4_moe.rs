@@ -120,10 +120,6 @@ mod tests {
                 r#", "rope_scaling": {"type": "dynamic", "factor": 2.0}"#,
                 "dynamic RoPE for a part of each head",
             ),
-            (
-                r#", "rope_scaling": {"type": "yarn", "factor": 2.0}"#,
-                "YaRN with an attention factor for a part",
-            ),
         ] {
             let error = rotated(fields).unwrap_err();
             assert!(error.contains(said), "{error}");

@@ -98,7 +98,7 @@ impl RopeConfig {
     ///
     /// # Errors
     /// The errors of [`from_config`](Self::from_config); an odd number of rotated dimensions, or more than there are; a
-    /// part with scaling that changes with the prompt, or that multiplies cosines and sines.
+    /// part with scaling that changes with the prompt.
     pub fn partial_from_config(
         config: &Config,
         head_dim: usize,
@@ -126,14 +126,8 @@ impl RopeConfig {
                 format!("the share of {head_dim} dimensions of a head that is an even number of them");
             return Err(config.invalid("partial_rotary_factor", &expected, rotary));
         }
-        // A pair that is not rotated has the cosine and the sine of the angle 0, which must not be scaled.
-        let scales = match &kind {
-            RopeScaling::Dynamic { .. } => Some("dynamic RoPE"),
-            RopeScaling::Yarn(yarn) if yarn.attention_factor != 1.0 => Some("YaRN with an attention factor"),
-            _ => None,
-        };
-        if let Some(scales) = scales.filter(|_| dim < head_dim) {
-            return Err(config.unsupported(format!("{scales} for a part of each head"), ""));
+        if dim < head_dim && matches!(kind, RopeScaling::Dynamic { .. }) {
+            return Err(config.unsupported("dynamic RoPE for a part of each head", ""));
         }
         match kind {
             _ if !(1.0..=LARGEST_THETA).contains(&theta) => {

@@ -54,6 +54,27 @@ fn rows_equal_transformers() -> Result<()> {
     Ok(())
 }
 
+/// In transformers only the part of a head that is rotated is multiplied by the cosines and sines with their factor.
+#[test]
+fn yarn_scales_the_rotated_part_of_a_head_alone() -> Result<()> {
+    let text = r#"{"max_position_embeddings": 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+        "original_max_position_embeddings": 16, "partial_rotary_factor": 0.25}}"#;
+    let config = Config::parse(text, "config.json").unwrap();
+    let part = Rope::new(RopeConfig::partial_from_config(&config, 32, 64, 1.0).unwrap());
+    let whole = rope(&text.replace("0.25", "1.0"), 8, 64);
+    let positions = [0, 5, 63];
+    let (part, whole) = (rows(&part, &positions, &[64; 3])?, rows(&whole, &positions, &[64; 3])?);
+    let factor = 0.1 * 4f32.ln() + 1.0;
+    assert!((part.0[0] - factor).abs() < 1e-6, "{}", part.0[0]);
+    for row in 0..3 {
+        assert_eq!(part.0[row * 16..][..4], whole.0[row * 4..][..4]);
+        assert_eq!(part.1[row * 16..][..4], whole.1[row * 4..][..4]);
+        assert_eq!(part.0[row * 16..][4..16], [1.0; 12]);
+        assert_eq!(part.1[row * 16..][4..16], [0.0; 12]);
+    }
+    Ok(())
+}
+
 #[test]
 fn dynamic_rows_use_the_length_they_are_given() -> Result<()> {
     let text = r#"{"rope_theta": 500, "rope_scaling": {"type": "dynamic", "factor": 2.0}}"#;

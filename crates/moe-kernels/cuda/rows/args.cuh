@@ -11,7 +11,7 @@ struct RopeRowsArgs {
   const uint32_t* rope_len;      // [rows]
   const float* inv_freq;         // [half] in host memory
   int half;                      // at most 256
-  float attention_factor;        // of cosines and sines
+  float attention_factor;        // of cosines and sines of frequencies above 0
   float theta, factor, max_len;  // of dynamic NTK; factor 0 = none
   float* cos;                    // out [rows, half]
   float* sin;                    // out [rows, half]

@@ -49,8 +49,9 @@ __global__ void rope_rows(const uint32_t* positions, const uint32_t* rope_len, c
   const float angle = __fmul_rn(static_cast<float>(positions[row]), freq);
   double sine, cosine;
   sincos(static_cast<double>(angle), &sine, &cosine);
-  cos[at] = __fmul_rn(static_cast<float>(cosine), f.attention_factor);
-  sin[at] = __fmul_rn(static_cast<float>(sine), f.attention_factor);
+  const float factor = freq == 0.f ? 1.f : f.attention_factor;  // a pair that is not rotated keeps its values
+  cos[at] = __fmul_rn(static_cast<float>(cosine), factor);
+  sin[at] = __fmul_rn(static_cast<float>(sine), factor);
 }
 
 /// Reads host memory, bypassing caches that may have an old value.

@@ -15,7 +15,7 @@ use crate::view::{View, ViewMut};
 pub struct RopeFrequencies<'a> {
     /// [D/2], at most 256.
     pub inv_freq: &'a [f32],
-    /// Factor of cosines and sines.
+    /// Factor of the cosines and sines of frequencies above 0. Dimensions of the frequency 0 are not rotated.
     pub attention_factor: f32,
     /// Dynamic NTK: base, scaling factor, and the length beyond which it applies.
     pub dynamic: Option<(f32, f32, f32)>,
