@@ -60,6 +60,14 @@ fn sentence_pieces_are_merged_by_their_scores() {
     let path = dir.path().join("vocabulary.gguf");
     file.save(&path);
     let tokenizer = Tokenizer::from_dir(&path).unwrap();
+    let long = dir.path().join("long.gguf");
+    let mut longer = tokens.clone();
+    longer[260] = "a".repeat(200_000);
+    file.metadata.retain(|(key, _)| key != "tokenizer.ggml.tokens");
+    file.put("tokenizer.ggml.tokens", Meta::Texts(longer));
+    file.save(&long);
+    let error = format!("{:#}", Tokenizer::from_dir(&long).err().unwrap());
+    assert!(error.contains("pieces of at most 1024 bytes, got one of 200000 (token 260)"), "{error}");
     let id = |text: &str| tokens[259..].iter().position(|token| token == text).map(|at| at + 259);
     let mut texts = vec!["".to_string(), "abcde".into(), "  ab ".into(), "x\u{e9}\u{4e2d}ab".into()];
     texts.extend((0..200).map(|_| {

@@ -49,7 +49,8 @@ pub(crate) fn read(config: &Config, defaults: &Defaults) -> Result<DecoderSpec, 
     check_softmax_routing(config)?;
     check_no_window(config)?;
     let width = |key: &str, default| config.size_or(&[key], default, limits::WIDTH);
-    let full = full_attention(config)?;
+    let positions = config.size_or(&["max_position_embeddings"], 32768, limits::POSITIONS)?;
+    let full = full_attention(config, positions)?;
     let linear = linear_attention(config, full.hidden_size)?;
     let layers = config.size_or(&["num_hidden_layers"], defaults.layers, limits::LAYERS)?;
     let mixers: Vec<MixerConfig> = is_full(config, layers)?
@@ -63,7 +64,6 @@ pub(crate) fn read(config: &Config, defaults: &Defaults) -> Result<DecoderSpec, 
         true => sparse_layers(&config.with("num_hidden_layers", layers))?,
         false => vec![true; layers],
     };
-    let positions = config.size_or(&["max_position_embeddings"], 32768, limits::POSITIONS)?;
     config.size_or(&["num_experts"], defaults.experts, limits::EXPERTS)?;
     let decoder = DecoderConfig {
         names: defaults.names,
@@ -118,12 +118,12 @@ fn rope(config: &Config, head_dim: usize, positions: usize) -> Result<RopeConfig
     RopeConfig::partial_from_config(config, head_dim, positions, ROTATED)
 }
 
-fn full_attention(config: &Config) -> Result<AttentionConfig, ConfigError> {
+fn full_attention(config: &Config, positions: usize) -> Result<AttentionConfig, ConfigError> {
     const HEAD_DIM: usize = 256;
     let config = if config.has("head_dim") { config.clone() } else { config.with("head_dim", HEAD_DIM) };
     let bias = config.bool_or(&["attention_bias"], false)?;
     let plain = attention(&config, &SIZES)?;
-    let rotary_dim = rope(&config, plain.head_dim, 1)?.dim;
+    let rotary_dim = rope(&config, plain.head_dim, positions)?.dim;
     Ok(AttentionConfig {
         rotary_dim,
         qkv_bias: bias,
@@ -156,7 +156,7 @@ fn linear_attention(config: &Config, hidden_size: usize) -> Result<LinearAttenti
     let conv_width = size("linear_conv_kernel_dim", 4, 1..=8)?;
     let rms_norm_eps = config.rms_norm_eps_or(SIZES.rms_norm_eps)?;
     // GGUF files of Qwen3.5 have them so.
-    let value_heads_in_turns = config.bool_or(&["linear_value_heads_in_turns"], false)?;
+    let value_heads_in_turns = config.is_in_gguf("linear_value_heads_in_turns")?;
     Ok(LinearAttentionConfig { hidden_size, heads, conv_width, rms_norm_eps, value_heads_in_turns })
 }
 

@@ -38,7 +38,7 @@ pub fn read(config: &Config) -> Result<DecoderSpec, ConfigError> {
     }
     let sliding_window = config.opt_size(&["sliding_window"], limits::POSITIONS)?;
     // GGUF files store the rows of q and k in an order in which neighbouring dimensions are rotated together.
-    let rotated_pairs = match config.bool_or(&["rope_interleave"], false)? {
+    let rotated_pairs = match config.is_in_gguf("rope_interleave")? {
         true => RotatedPairs::Neighbours,
         false => RotatedPairs::Halves,
     };

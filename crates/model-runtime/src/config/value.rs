@@ -35,12 +35,16 @@ pub struct Config {
     /// Path of this object inside the file, ending in a dot, or empty at the root.
     prefix: String,
     object: Arc<Map<String, Value>>,
+    /// Whether the object was made from the metadata of a GGUF file.
+    of_gguf: bool,
 }
 
 impl Config {
     /// Reads a JSON file that holds an object. If the config of a model with several parts describes its text part
-    /// under `text_config` and not at the root, the keys of the text part that the root does not have are read as if
-    /// they were there.
+    /// under `text_config` and not at the root, the keys of the text part are read as if they were at the root. From
+    /// the root come only the keys that concern the whole, as in transformers: what kind of model it is, whether the
+    /// projection to the vocabulary is tied, and where the text part does not say them, quantisation, dtype and the ids
+    /// of special tokens.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
         let file = path.display().to_string();
         let bytes = read_file(path).map_err(|e| ConfigError::File(format!("cannot read {file}: {e}")))?;
@@ -52,16 +56,16 @@ impl Config {
         Self::from_json(serde_json::from_str(text), file.to_string())
     }
 
-    /// A config that is in no JSON file; `file` names it in messages.
-    pub(crate) fn of_object(object: Map<String, Value>, file: &str) -> Self {
-        Self { file: file.into(), prefix: String::new(), object: Arc::new(object) }
+    /// A config that the metadata of a GGUF file describe; `file` names it in messages.
+    pub(crate) fn of_gguf(object: Map<String, Value>, file: &str) -> Self {
+        Self { file: file.into(), prefix: String::new(), object: Arc::new(object), of_gguf: true }
     }
 
     fn from_json(parsed: serde_json::Result<Value>, file: String) -> Result<Self, ConfigError> {
         match parsed {
             Ok(Value::Object(object)) => {
                 let object = Arc::new(with_text_keys(object));
-                Ok(Self { file: file.into(), prefix: String::new(), object })
+                Ok(Self { file: file.into(), prefix: String::new(), object, of_gguf: false })
             }
             Ok(other) => {
                 let got = shorten(other.to_string());
@@ -93,7 +97,7 @@ impl Config {
         let Some((key, value)) = self.find(keys)? else { return Ok(None) };
         let Value::Object(object) = value else { return Err(self.invalid(key, "an object", value)) };
         let prefix = format!("{}{key}.", self.prefix);
-        Ok(Some(Self { file: self.file.clone(), prefix, object: Arc::new(object.clone()) }))
+        Ok(Some(Self { prefix, object: Arc::new(object.clone()), ..self.clone() }))
     }
 
     /// A size; absent is an error.
@@ -135,6 +139,15 @@ impl Config {
     /// A boolean with a default.
     pub fn bool_or(&self, keys: &[&str], default: bool) -> Result<bool, ConfigError> {
         Ok(self.get(keys, "true or false", Value::as_bool)?.unwrap_or(default))
+    }
+
+    /// Whether this config is of a GGUF file and has a key that is true there. Such keys say in which order the files
+    /// of a family hold their values. A config.json has no such key, and one of that name is not read.
+    ///
+    /// # Errors
+    /// A value of another type.
+    pub fn is_in_gguf(&self, key: &str) -> Result<bool, ConfigError> {
+        Ok(self.of_gguf && self.bool_or(&[key], false)?)
     }
 
     /// A string; absent is an error.
@@ -277,18 +290,35 @@ fn describe(bounds: &Bounds) -> String {
     format!("an integer from {} to {}", bounds.start(), bounds.end())
 }
 
-/// The keys of a config and the keys of its text part, if the root has no layers of its own.
-fn with_text_keys(mut object: Map<String, Value>) -> Map<String, Value> {
-    let is_whole = object.get("num_hidden_layers").is_some_and(|layers| !layers.is_null());
-    if let Some(Value::Object(text)) = object.get("text_config").filter(|_| !is_whole).cloned() {
-        object.remove("text_config");
-        // The root says what kind of model the whole is.
-        for (key, value) in text.into_iter().filter(|(key, _)| key != "model_type" && key != "architectures")
-        {
-            object.entry(key).or_insert(value);
+/// Keys of the root that count for the text part, too, whatever the text part says.
+const OF_THE_WHOLE: [&str; 3] = ["model_type", "architectures", "tie_word_embeddings"];
+/// Keys of the root that count where the text part has none of the same group.
+const OF_THE_PARTS: [&[&str]; 5] = [
+    &["quantization_config", "compression_config"],
+    &["dtype", "torch_dtype"],
+    &["bos_token_id"],
+    &["eos_token_id"],
+    &["pad_token_id"],
+];
+
+/// The keys of a config, or the keys of its text part if the root has no layers of its own.
+fn with_text_keys(mut root: Map<String, Value>) -> Map<String, Value> {
+    let has = |object: &Map<String, Value>, key: &str| object.get(key).is_some_and(|value| !value.is_null());
+    if has(&root, "num_hidden_layers") || !root.get("text_config").is_some_and(Value::is_object) {
+        return root;
+    }
+    let Some(Value::Object(mut text)) = root.remove("text_config") else { return root };
+    for key in ["model_type", "architectures"] {
+        text.remove(key);
+    }
+    let groups = OF_THE_PARTS.iter().filter(|group| !group.iter().any(|key| has(&text, key)));
+    let keys: Vec<&str> = groups.flat_map(|group| group.iter().copied()).chain(OF_THE_WHOLE).collect();
+    for key in keys {
+        if let Some(value) = root.remove(key).filter(|value| !value.is_null()) {
+            text.insert(key.to_string(), value);
         }
     }
-    object
+    text
 }
 
 /// Values are quoted in messages, but a message is not a dump.

@@ -361,13 +361,21 @@ proptest! {
 
 #[test]
 fn the_keys_of_a_text_part_are_read_at_the_root_unless_it_has_layers_itself() {
-    let text = r#""text_config": {"model_type": "part", "num_hidden_layers": 3, "hidden_size": 8}"#;
+    let text = r#""text_config": {"model_type": "part", "num_hidden_layers": 3, "hidden_size": 8, "dtype": "float16",
+        "tie_word_embeddings": true}"#;
     let config = |root: &str| Config::parse(&format!("{{{root}, {text}}}"), "c").unwrap();
     let whole = config(r#""model_type": "whole", "hidden_size": 16"#);
     assert_eq!(whole.opt_string(&["model_type"]).unwrap(), Some("whole"));
     let size = |config: &Config, key: &str| config.opt_size(&[key], 1..=99).unwrap();
-    assert_eq!((size(&whole, "num_hidden_layers"), size(&whole, "hidden_size")), (Some(3), Some(16)));
-    assert_eq!(config(r#""vocab_size": 7"#).opt_string(&["model_type"]).unwrap(), None);
+    assert_eq!((size(&whole, "num_hidden_layers"), size(&whole, "hidden_size")), (Some(3), Some(8)));
+    // As in transformers, the root says nothing about the network of the text part.
+    let root =
+        config(r#""vocab_size": 7, "rms_norm_eps": 1.0, "torch_dtype": "bfloat16", "eos_token_id": 5"#);
+    assert_eq!((root.opt_string(&["model_type"]).unwrap(), size(&root, "vocab_size")), (None, None));
+    assert_eq!((root.dtype().unwrap(), root.has("rms_norm_eps")), (Some(DType::F16), false));
+    assert_eq!(root.token_ids(&["eos_token_id"]).unwrap(), Some(vec![5]));
+    let tied = |config: Config| config.bool_or(&["tie_word_embeddings"], false).unwrap();
+    assert!(tied(root) && !tied(config(r#""tie_word_embeddings": false"#)));
     let layers = config(r#""num_hidden_layers": 2"#);
     assert_eq!((size(&layers, "num_hidden_layers"), size(&layers, "hidden_size")), (Some(2), None));
 }

@@ -180,6 +180,12 @@ fn metadata_that_are_not_read_are_errors() {
     assert!(with("general.alignment", Meta::U32(24)).contains("a power of two"));
     assert!(with("qwen3moe.attention.value_length", Meta::U32(8)).contains("expected 16"));
     assert!(with("qwen3moe.rope.dimension_count", Meta::U32(8)).contains("expected 16"));
+    let width = with("qwen3moe.attention.key_length", Meta::I32(-1));
+    assert!(width.contains("`qwen3moe.attention.key_length`: expected a whole number, got -1"), "{width}");
+    for (key, number) in [("rope.freq_base", f32::INFINITY), ("attention.layer_norm_rms_epsilon", f32::NAN)] {
+        let error = with(&format!("qwen3moe.{key}"), Meta::F32(number));
+        assert!(error.contains(&format!("`qwen3moe.{key}`: expected a finite number, got")), "{error}");
+    }
     let heads = with("qwen3moe.attention.head_count_kv", Meta::I32s(vec![1, 2]));
     assert!(heads.contains("one value for all layers, got a list"), "{heads}");
     let lacks = error_of(|file| file.metadata.retain(|(key, _)| !key.ends_with("layer_norm_rms_epsilon")));
@@ -192,6 +198,21 @@ fn metadata_that_are_not_read_are_errors() {
     let checkpoint = Checkpoint::open(save(&dir, &file.bytes())).unwrap();
     let notes = checkpoint.quantisation.unwrap().notes().join("");
     assert!(notes.contains("not read: qwen3moe.attention.softcap"), "{notes}");
+}
+
+/// The offset of a tensor may be changed so that it shares bytes with another one.
+#[test]
+fn tensors_that_share_bytes_are_errors() {
+    let file = model();
+    let bytes = file.bytes();
+    // The offset is the last field of a tensor's entry: name, number of dimensions, dimensions, type, offset.
+    let name = b"blk.0.attn_norm.weight";
+    let at = bytes.windows(name.len()).position(|window| window == name).unwrap() + name.len() + 4 + 8 + 4;
+    let mut moved = bytes.clone();
+    moved[at..at + 8].copy_from_slice(&32u64.to_le_bytes());
+    let error = error(&moved);
+    assert!(error.contains("tensor `blk.0.attn_norm.weight` begins at byte"), "{error}");
+    assert!(error.contains("before tensor `token_embd.weight` ends"), "{error}");
 }
 
 /// Tensors of several parts are one checkpoint; a part that lacks or is of another file is named.
@@ -220,10 +241,19 @@ fn parts_are_found_by_their_names() {
         assert_eq!(open(&path), Ok(4), "two experts, an embedding and a norm: {}", path.display());
     }
     first.save(&part(2));
-    assert!(open(&part(1)).unwrap_err().contains("expected part 1 of 2 (`split.no`), got 0"));
+    assert!(open(&part(1)).unwrap_err().contains("`split.no`: expected 1, got 0"));
+    second.metadata.retain(|(key, _)| key != "split.count");
+    second.put("split.count", Meta::U32(3));
+    second.save(&part(2));
+    assert!(open(&part(1)).unwrap_err().contains("`split.count`: expected 2, got 3"));
     let renamed = dir.path().join("renamed.gguf");
     std::fs::rename(part(1), &renamed).unwrap();
     assert!(open(&renamed).unwrap_err().contains("one of 2 parts"));
+    std::fs::remove_file(&renamed).unwrap();
+    for path in [part(2), dir.path().to_path_buf()] {
+        let error = open(&path).unwrap_err();
+        assert!(error.contains("m-00001-of-00002.gguf: the first part of the file is missing"), "{error}");
+    }
 }
 
 #[test]

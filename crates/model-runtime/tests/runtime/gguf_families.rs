@@ -96,6 +96,17 @@ fn context_is_extended_as_the_file_says() {
     assert_eq!((plain.theta, plain.scaling), (10000.0, RopeScaling::Default));
     let unused = vec![("gpt-oss.rope.scaling.type", Meta::Text("linear".into()))];
     assert_eq!(rope(&with(gpt_oss(), unused).unwrap()).scaling, RopeScaling::Default);
+    // llama.cpp takes a factor without a type, and the factor's older name, for linear scaling.
+    let linear = RopeScaling::Linear { factor: 4.0 };
+    for key in ["rope.scaling.factor", "rope.scale_linear"].map(|key| format!("gpt-oss.{key}")) {
+        let config = with(gpt_oss(), vec![(&key, Meta::F32(4.0))]).unwrap();
+        assert_eq!(rope(&config).scaling, linear, "{key}");
+    }
+    let none = vec![
+        ("gpt-oss.rope.scaling.type", Meta::Text("none".into())),
+        ("gpt-oss.rope.scaling.factor", Meta::F32(4.0)),
+    ];
+    assert_eq!(rope(&with(gpt_oss(), none).unwrap()).scaling, RopeScaling::Default);
     for key in ["yarn_ext_factor", "yarn_attn_factor", "attn_factor"] {
         let key = format!("gpt-oss.rope.scaling.{key}");
         let mut entries = yarn();
@@ -103,6 +114,72 @@ fn context_is_extended_as_the_file_says() {
         let error = with(gpt_oss(), entries).unwrap_err();
         assert!(error.contains(&format!("`{key}`: expected 1, or no such key, got 0.5")), "{error}");
     }
+}
+
+fn deepseek() -> Writer {
+    let mut file = file("deepseek2");
+    for (key, value) in [
+        ("attention.kv_lora_rank", 8),
+        ("rope.dimension_count", 4),
+        ("expert_shared_count", 1),
+        ("leading_dense_block_count", 1),
+    ] {
+        file.put(&format!("deepseek2.{key}"), Meta::U32(value));
+    }
+    file
+}
+
+/// One name is for DeepSeek-V2, whose scores are a softmax, and for DeepSeek-V3 and GLM-4.7-Flash, whose scores are
+/// sigmoids with a bias. Published files of the last one do not say which.
+#[test]
+fn scores_of_experts_are_those_of_the_file() {
+    let biased = || {
+        let mut file = deepseek();
+        file.tensors.push(tensor("blk.1.exp_probs_b.bias", &[2], F32));
+        file
+    };
+    let key = "deepseek2.expert_gating_func";
+    let family = |file: Writer, gating: Option<u32>| -> Result<String, String> {
+        let config = with(file, gating.map(|gating| (key, Meta::U32(gating))).into_iter().collect())?;
+        Ok(config.string(&["model_type"]).unwrap().to_string())
+    };
+    for (file, gating, expected) in [
+        (deepseek(), None, "deepseek_v2"),
+        (deepseek(), Some(1), "deepseek_v2"),
+        (deepseek(), Some(2), "deepseek_v3"),
+        (biased(), None, "deepseek_v3"),
+        (biased(), Some(0), "deepseek_v3"),
+        (biased(), Some(2), "deepseek_v3"),
+    ] {
+        assert_eq!(family(file, gating).as_deref(), Ok(expected), "{gating:?}");
+    }
+    let softmax = family(biased(), Some(1)).unwrap_err();
+    assert!(softmax.contains("a bias of the scores (`exp_probs_b`) with a softmax"), "{softmax}");
+    let unknown = family(deepseek(), Some(77)).unwrap_err();
+    assert!(unknown.contains("expected 1 (softmax) or 2 (sigmoid), got 77"), "{unknown}");
+    let glm = with(file("glm4moe"), vec![("glm4moe.expert_gating_func", Meta::U32(1))]).unwrap_err();
+    assert!(glm.contains("`glm4moe.expert_gating_func`: expected 2 (sigmoid), got 1"), "{glm}");
+}
+
+/// Weights of experts are neither normalised nor scaled unless the file says so, as in llama.cpp.
+#[test]
+fn weights_of_experts_are_those_of_the_file() {
+    let glm = || file("glm4moe");
+    for (make, name) in [(&deepseek as &dyn Fn() -> Writer, "deepseek2"), (&glm, "glm4moe")] {
+        let [norm, scale] = ["norm", "scale"].map(|key| format!("{name}.expert_weights_{key}"));
+        let read = |entries: Vec<(&str, Meta)>| {
+            let config = with(make(), entries).unwrap();
+            let scale = config.float(&["routed_scaling_factor"]).unwrap();
+            (config.bool_or(&["norm_topk_prob"], true).unwrap(), scale)
+        };
+        assert_eq!(read(vec![]), (false, 1.0), "{name}");
+        assert_eq!(read(vec![(&scale, Meta::F32(0.0))]), (false, 1.0), "{name}");
+        assert_eq!(read(vec![(&norm, Meta::Bool(true)), (&scale, Meta::F32(2.5))]), (true, 2.5), "{name}");
+    }
+    let mut file = gpt_oss();
+    file.metadata.retain(|(key, _)| !key.ends_with("sliding_window"));
+    let lacks = with(file, vec![]).unwrap_err();
+    assert!(lacks.contains("it has no `gpt-oss.attention.sliding_window`"), "{lacks}");
 }
 
 #[test]

@@ -13,6 +13,9 @@ use super::gguf_words::Words;
 use crate::error::{Context, Result, bail, ensure};
 
 const MODEL: &str = "tokenizer.ggml.model";
+/// Bytes of a token of a SentencePiece model, at most, since every cut of it is looked up. SentencePiece itself makes
+/// tokens of up to 16 letters, and models add runs of spaces or lines.
+const LONGEST_PIECE: usize = 1024;
 /// The letter that SentencePiece writes for a space.
 const SPACE: &str = "\u{2581}";
 
@@ -193,18 +196,26 @@ fn sentence_piece(gguf: &Gguf, vocabulary: &Vocabulary) -> Result<Map<String, Va
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {"type": "BPE", "dropout": null, "unk_token": unknown, "continuing_subword_prefix": null,
             "end_of_word_suffix": null, "fuse_unk": true, "byte_fallback": true, "ignore_merges": false,
-            "vocab": vocabulary.ids()?, "merges": merges(vocabulary, &scores)},
+            "vocab": vocabulary.ids()?, "merges": merges(vocabulary, &scores)?},
     })))
 }
 
 /// Returns every pair of tokens that form a token together. The pairs with the best scores come first.
-fn merges(Vocabulary { tokens, kinds }: &Vocabulary, scores: &[f64]) -> Vec<Value> {
+///
+/// # Errors
+/// A token is too long to be a piece of words.
+fn merges(Vocabulary { tokens, kinds }: &Vocabulary, scores: &[f64]) -> Result<Vec<Value>> {
     let is_text = |kind: i64| !matches!(kind, UNKNOWN | CONTROL | UNUSED);
     let texts: Vec<usize> = (0..tokens.len()).filter(|id| is_text(kinds[*id])).collect();
     let known: HashMap<&str, usize> = texts.iter().map(|id| (tokens[*id], *id)).collect();
     let mut merges = Vec::new();
     for id in texts {
         let token = tokens[id];
+        ensure!(
+            token.len() <= LONGEST_PIECE,
+            "`tokenizer.ggml.tokens`: expected pieces of at most {LONGEST_PIECE} bytes, got one of {} (token {id})",
+            token.len()
+        );
         let mut seen = HashSet::new();
         for (at, _) in token.char_indices().skip(1) {
             let sides = known.get(&token[..at]).zip(known.get(&token[at..]));
@@ -214,5 +225,5 @@ fn merges(Vocabulary { tokens, kinds }: &Vocabulary, scores: &[f64]) -> Vec<Valu
         }
     }
     merges.sort_by(|a, b| b.0.total_cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2))));
-    merges.into_iter().map(|(_, left, right)| json!([tokens[left], tokens[right]])).collect()
+    Ok(merges.into_iter().map(|(_, left, right)| json!([tokens[left], tokens[right]])).collect())
 }

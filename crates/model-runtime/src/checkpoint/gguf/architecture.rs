@@ -19,7 +19,7 @@ pub(super) struct Architecture {
     pub keys: &'static [(&'static str, &'static str)],
     /// What llama.cpp's code of the family does in any case.
     pub fixed: &'static [(&'static str, Fixed)],
-    /// The `expert_gating_func` of the files that it is for, where one name has several.
+    /// The `expert_gating_func` of its files, where llama.cpp reads this key for the family.
     pub gating: Option<u64>,
     /// Whether its attention is latent (MLA).
     pub is_latent: bool,
@@ -114,6 +114,7 @@ pub(super) const READ_OTHERWISE: &[&str] = &[
     "rope.dimension_sections",
     "rope.scaling.type",
     "rope.scaling.factor",
+    "rope.scale_linear",
     "rope.scaling.original_context_length",
     "rope.scaling.finetuned",
     "vocab_size",
@@ -139,7 +140,7 @@ const USUAL: Architecture = Architecture {
 
 /// `expert_gating_func`: a softmax of all scores, and the sigmoid of each.
 pub(super) const SOFTMAX: u64 = 1;
-const SIGMOID: u64 = 2;
+pub(super) const SIGMOID: u64 = 2;
 
 /// DeepSeek-V2.
 const DEEPSEEK: Architecture = Architecture {
@@ -158,6 +159,7 @@ const DEEPSEEK: Architecture = Architecture {
         ("expert_weights_norm", "norm_topk_prob"),
     ],
     fixed: &[("scoring_func", Fixed::Text("softmax"))],
+    gating: Some(SOFTMAX),
     is_latent: true,
     ..USUAL
 };
@@ -239,10 +241,12 @@ const TABLE: &[Architecture] = &[
             ("expert_weights_norm", "norm_topk_prob"),
         ],
         fixed: &[("scoring_func", Fixed::Text("sigmoid"))],
+        gating: Some(SIGMOID),
         rotates_parts: true,
         mlp_norm: POST_NORM,
         ..USUAL
     },
+    DEEPSEEK,
     Architecture {
         model_type: "deepseek_v3",
         class: "DeepseekV3ForCausalLM",
@@ -250,7 +254,6 @@ const TABLE: &[Architecture] = &[
         gating: Some(SIGMOID),
         ..DEEPSEEK
     },
-    DEEPSEEK,
     Architecture {
         name: "gpt-oss",
         model_type: "gpt_oss",
@@ -286,9 +289,14 @@ impl Fixed {
 }
 
 impl Architecture {
-    /// The row of this name, for files with this `expert_gating_func`.
-    pub fn find(name: &str, gating: Option<u64>) -> Option<&'static Self> {
-        TABLE.iter().find(|row| row.name == name && (row.gating.is_none() || row.gating == gating))
+    /// The rows of this name, of which the first is for files without `expert_gating_func`.
+    pub fn named(name: &str) -> impl Iterator<Item = &'static Self> {
+        TABLE.iter().filter(move |row| row.name == name)
+    }
+
+    /// Whether files have this key of config.json among their metadata.
+    pub fn reads(&self, name: &str) -> bool {
+        self.keys.iter().any(|(_, key)| *key == name)
     }
 
     /// The row of a `model_type` of config.json.
@@ -304,6 +312,7 @@ impl Architecture {
 
 /// The names of all architectures that are run, for messages.
 pub fn architectures() -> String {
-    let rows = TABLE.iter().filter(|row| row.gating.is_none());
-    rows.map(|row| row.name).collect::<Vec<_>>().join(", ")
+    let mut names: Vec<_> = TABLE.iter().map(|row| row.name).collect();
+    names.dedup();
+    names.join(", ")
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use moe_quant::QuantConfig;
 use serde_json::{Map, Value as Json, json};
 
-use super::architecture::{Architecture, COMMON, READ_OTHERWISE, REQUIRED, architectures};
+use super::architecture::{Architecture, COMMON, READ_OTHERWISE, REQUIRED, SIGMOID, SOFTMAX, architectures};
 use super::file::Gguf;
 use super::tensors::Tensors;
 use super::values::Value;
@@ -34,6 +34,8 @@ const MESSAGE_END: &str = "<|end|>";
 /// Keys of token ids that end a text.
 const END_IDS: [&str; 3] =
     ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"];
+/// The key of config.json for the factor of experts' weights.
+const SCALE: &str = "routed_scaling_factor";
 /// The number of a control token in `tokenizer.ggml.token_type`.
 const CONTROL: i64 = 3;
 
@@ -51,14 +53,8 @@ impl Gguf {
     /// # Errors
     /// An architecture that is not run, or another use of it; a value of another type.
     pub(in crate::checkpoint) fn read(&self) -> Result<GgufContents, CheckpointError> {
-        let name = self.text("general.architecture")?.unwrap_or_default();
-        let gating = self.unsigned(&format!("{name}.expert_gating_func"))?;
-        let Some(architecture) = Architecture::find(name, gating) else {
-            return Err(self.error(format!(
-                "the architecture {name:?} is not supported; supported are {}",
-                architectures()
-            )));
-        };
+        let architecture = self.architecture()?;
+        let name = architecture.name;
         if self.unsigned(&format!("{name}.expert_count"))?.unwrap_or(0) == 0 {
             return Err(self.error(format!(
                 "it has no experts (`{name}.expert_count`); dense models are not supported"
@@ -69,13 +65,42 @@ impl Gguf {
                 return Err(self.error(format!("it has no `{key}`; convert the model again")));
             }
         }
+        self.check_finite(name)?;
         let tensors = Tensors::of(self, architecture)?;
         let object = self.object(architecture, &tensors)?;
         let label = self.path.display().to_string();
-        let config = Config::of_object(object, &label);
-        let generation = self.generation()?.map(|object| Config::of_object(object, &label));
+        let config = Config::of_gguf(object, &label);
+        let generation = self.generation()?.map(|object| Config::of_gguf(object, &label));
         let quantisation = tensors.quantisation(self.notes(architecture));
         Ok(GgufContents { config, generation, quantisation, tensors })
+    }
+
+    /// The family of a file. One name may stand for a family with a softmax of the scores and one with sigmoids. Files
+    /// that do not say which, by no key or by 0, have sigmoids if they have a bias of the scores: GLM-4.7-Flash.
+    fn architecture(&self) -> Result<&'static Architecture, CheckpointError> {
+        let name = self.text("general.architecture")?.unwrap_or_default();
+        let rows: Vec<_> = Architecture::named(name).collect();
+        if rows.is_empty() {
+            return Err(self.error(format!(
+                "the architecture {name:?} is not supported; supported are {}",
+                architectures()
+            )));
+        }
+        let key = format!("{name}.expert_gating_func");
+        let has_bias = self.records().any(|(_, tensor)| tensor.name.ends_with(".exp_probs_b.bias"));
+        let said = self.unsigned(&key)?.filter(|gating| *gating != 0);
+        let gating = said.or(has_bias.then_some(SIGMOID));
+        let fits = |row: &&&Architecture| gating.is_none() || row.gating.is_none() || row.gating == gating;
+        let Some(architecture) = rows.iter().find(fits) else {
+            let known: Vec<_> = rows.iter().filter_map(|row| row.gating).map(scores).collect();
+            let got = gating.unwrap_or_default();
+            return Err(self.error(format!("`{key}`: expected {}, got {got}", known.join(" or "))));
+        };
+        if architecture.gating == Some(SOFTMAX) && has_bias {
+            let problem = "it has a bias of the scores (`exp_probs_b`) with a softmax of them; no such model is supported";
+            return Err(self.error(problem));
+        }
+        Ok(architecture)
     }
 
     fn object(
@@ -97,6 +122,13 @@ impl Gguf {
         }
         // What llama.cpp takes where a file says nothing.
         object.entry("rope_theta").or_insert(json!(10_000.0));
+        if architecture.reads("norm_topk_prob") {
+            object.entry("norm_topk_prob").or_insert(false.into());
+        }
+        // No scale, or 0, leaves the weights as they are.
+        if architecture.reads(SCALE) && object.get(SCALE).and_then(Json::as_f64).unwrap_or(0.0) == 0.0 {
+            object.insert(SCALE.into(), json!(1.0));
+        }
         if let Some(heads) = object.get("num_attention_heads").cloned() {
             object.entry("num_key_value_heads").or_insert(heads);
         }
@@ -128,6 +160,11 @@ impl Gguf {
         let number = |object: &Map<String, Json>, key: &str| object.get(key).and_then(Json::as_u64);
         let heads = number(object, "num_attention_heads").filter(|heads| *heads > 0);
         let shared = number(object, "hidden_size").zip(heads).map(|(hidden, heads)| hidden / heads);
+        if let Some(given) = object.get("head_dim").filter(|given| given.as_u64().is_none()) {
+            return Err(
+                self.error(format!("`{name}.attention.key_length`: expected a whole number, got {given}"))
+            );
+        }
         let Some(width) = number(object, "head_dim").or(shared) else { return Ok(()) };
         object.insert("head_dim".into(), width.into());
         let values = self.unsigned(&format!("{name}.attention.value_length"))?.unwrap_or(width);
@@ -217,6 +254,12 @@ impl Gguf {
             }
         }
     }
+}
+
+/// What a value of `expert_gating_func` means.
+fn scores(gating: u64) -> String {
+    let kind = if gating == SIGMOID { "sigmoid" } else { "softmax" };
+    format!("{gating} ({kind})")
 }
 
 /// The smallest share of `width` dimensions that is `part` of them, whichever way a product is rounded.

@@ -124,9 +124,25 @@ impl Header {
         let alignment = alignment(&metadata)?;
         let data = cursor.at.checked_next_multiple_of(alignment).ok_or("its header is too long")?;
         let place = |record: Record| record.place(data, alignment, len);
-        let tensors = records.into_iter().map(place).collect::<Result<_, _>>()?;
+        let tensors = records.into_iter().map(place).collect::<Result<Vec<_>, _>>()?;
+        check_apart(&tensors)?;
         Ok(Self { metadata, tensors })
     }
+}
+
+/// Fails if two tensors share bytes of the file.
+fn check_apart(tensors: &[Tensor]) -> Result<(), String> {
+    let mut by_place: Vec<_> = tensors.iter().collect();
+    by_place.sort_by_key(|tensor| tensor.range.start);
+    for (tensor, next) in by_place.iter().zip(by_place.iter().skip(1)) {
+        if next.range.start < tensor.range.end {
+            return Err(format!(
+                "tensor `{}` begins at byte {}, before tensor `{}` ends at byte {}; the file is damaged",
+                next.name, next.range.start, tensor.name, tensor.range.end
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// The multiple of bytes at which tensors begin.

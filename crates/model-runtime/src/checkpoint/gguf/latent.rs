@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value as Json, json};
 
-use super::architecture::{Architecture, SOFTMAX};
+use super::architecture::Architecture;
 use super::file::Gguf;
 use crate::checkpoint::CheckpointError;
 
@@ -16,12 +16,6 @@ impl Gguf {
         object: &mut Map<String, Json>,
     ) -> Result<(), CheckpointError> {
         let name = architecture.name;
-        let gating_key = format!("{name}.expert_gating_func");
-        let gating = self.unsigned(&gating_key)?;
-        if architecture.gating.is_none() && gating.is_some_and(|gating| gating != SOFTMAX) {
-            let got = gating.unwrap_or_default();
-            return Err(self.error(format!("`{gating_key}`: expected 1 (softmax) or 2 (sigmoid), got {got}")));
-        }
         let width = |what: &str| -> Result<u64, CheckpointError> {
             let of_heads = self.unsigned(&format!("{name}.attention.{what}_mla"))?;
             let width = match of_heads {

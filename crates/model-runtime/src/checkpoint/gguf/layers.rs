@@ -56,7 +56,7 @@ impl Gguf {
         let name = architecture.name;
         match architecture.layers {
             Layers::Alike => return Ok(()),
-            Layers::Sliding => self.check_base(name)?,
+            Layers::Sliding => self.check_window(name)?,
             Layers::Linear => self.value_heads(name, object)?,
         }
         let Some(key) = architecture.layers.keys().first().map(|key| format!("{name}.{key}")) else {
@@ -96,8 +96,13 @@ impl Gguf {
         Ok(())
     }
 
-    /// Fails if layers with a window have rotary frequencies of their own, which llama.cpp supports.
-    fn check_base(&self, name: &str) -> Result<(), CheckpointError> {
+    /// Fails if a file does not say how wide the window is, or if layers with a window have rotary frequencies of their
+    /// own, which llama.cpp supports.
+    fn check_window(&self, name: &str) -> Result<(), CheckpointError> {
+        let window = format!("{name}.attention.sliding_window");
+        if self.value(&window).is_none() {
+            return Err(self.error(format!("it has no `{window}`; convert the model again")));
+        }
         let sliding = format!("{name}.rope.freq_base_swa");
         let all = self.float(&format!("{name}.rope.freq_base"))?.unwrap_or(10_000.0);
         match self.float(&sliding)? {

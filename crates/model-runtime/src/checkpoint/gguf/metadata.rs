@@ -5,6 +5,21 @@ use super::values::{List, Value};
 use crate::checkpoint::CheckpointError;
 
 impl Gguf {
+    /// Fails if a number below the architecture's name is not finite: JSON has no such number, so that it would count
+    /// as absent.
+    pub(super) fn check_finite(&self, architecture: &str) -> Result<(), CheckpointError> {
+        let prefix = format!("{architecture}.");
+        let entries = self.headers.first().into_iter().flat_map(|header| &header.metadata);
+        for (key, value) in entries.filter(|(key, _)| key.starts_with(&prefix)) {
+            if let Value::Float(number) = value
+                && !number.is_finite()
+            {
+                return Err(self.error(format!("`{key}`: expected a finite number, got {number}")));
+            }
+        }
+        Ok(())
+    }
+
     /// The value of a key, in the first part.
     pub(super) fn value(&self, key: &str) -> Option<&Value> {
         self.headers.first()?.metadata.get(key)
@@ -91,7 +106,7 @@ impl Gguf {
     /// # Errors
     /// A value of another type.
     pub fn floats(&self, key: &str) -> Result<Option<Vec<f64>>, CheckpointError> {
-        self.list(key, "a list of numbers", |list, file| {
+        self.list(key, "a list of finite numbers", |list, file| {
             list.numbers(file)?.into_iter().map(|value| value.json()?.as_f64()).collect()
         })
     }

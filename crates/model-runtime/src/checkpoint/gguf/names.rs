@@ -180,7 +180,7 @@ mod tests {
     }
 
     fn names(architecture: &str) -> Names {
-        Names::new(Architecture::find(architecture, None).unwrap())
+        Names::new(Architecture::named(architecture).next().unwrap())
     }
 
     #[test]

@@ -15,12 +15,19 @@ impl Gguf {
     /// that holds no other checkpoint. `None`: the path is something else.
     ///
     /// # Errors
-    /// A folder of several GGUF models, with their names.
+    /// A folder of several GGUF models, with their names; a split file without its first part.
     pub fn find(path: &Path) -> Result<Option<PathBuf>, CheckpointError> {
-        if path.is_dir() {
-            return parts::in_folder(path);
+        let first = match path.is_dir() {
+            true => parts::in_folder(path)?,
+            false => parts::is_gguf(path).then(|| parts::first_part(path)),
+        };
+        match first {
+            Some(first) if !first.is_file() => Err(CheckpointError::Files(format!(
+                "{}: the first part of the file is missing; download or copy it next to the others",
+                first.display()
+            ))),
+            first => Ok(first),
         }
-        Ok(parts::is_gguf(path).then(|| parts::first_part(path)))
     }
 
     /// Opens a file, and the other parts of a split one. Only headers are read.
@@ -72,12 +79,14 @@ fn check(gguf: &Gguf) -> Result<(), CheckpointError> {
     let count = gguf.headers.len();
     for (number, (header, file)) in gguf.headers.iter().zip(&gguf.files).enumerate().filter(|_| count > 1) {
         let said = |key: &str| header.metadata.get(key).and_then(|value| value.unsigned());
-        if said("split.no") != Some(number as u64) || said("split.count") != Some(count as u64) {
-            let no = said("split.no").map_or("nothing".to_string(), |no| no.to_string());
-            return Err(CheckpointError::Files(format!(
-                "{}: expected part {number} of {count} (`split.no`), got {no}; it is of another file, or renamed",
-                file.label()
-            )));
+        for (key, expected) in [("split.no", number as u64), ("split.count", count as u64)] {
+            if said(key) != Some(expected) {
+                let got = said(key).map_or("nothing".to_string(), |no| no.to_string());
+                return Err(CheckpointError::Files(format!(
+                    "{}: `{key}`: expected {expected}, got {got}; it is a part of another file, or renamed",
+                    file.label()
+                )));
+            }
         }
     }
     let tensors = gguf.records().count();

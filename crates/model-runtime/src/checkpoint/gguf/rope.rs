@@ -7,7 +7,8 @@ use super::file::Gguf;
 use crate::checkpoint::CheckpointError;
 
 impl Gguf {
-    /// Adds the scaling of rotary frequencies. A file that says nothing about it has none.
+    /// Adds the scaling of rotary frequencies. A file with a factor and without a type has linear scaling, as in
+    /// llama.cpp, and older files call its factor `rope.scale_linear`.
     ///
     /// # Errors
     /// The file has factors of YaRN that are not supported.
@@ -18,8 +19,11 @@ impl Gguf {
     ) -> Result<(), CheckpointError> {
         let key = |key: &str| format!("{}.rope.scaling.{key}", architecture.name);
         let mut scaling = Map::new();
-        let factor = self.float(&key("factor"))?.filter(|factor| *factor != 0.0);
-        let kind = match self.text(&key("type"))?.unwrap_or("none") {
+        let older = format!("{}.rope.scale_linear", architecture.name);
+        let factor =
+            self.float(&key("factor"))?.map_or_else(|| self.float(&older), |factor| Ok(Some(factor)))?;
+        let factor = factor.filter(|factor| *factor != 0.0);
+        let kind = match self.text(&key("type"))?.unwrap_or("linear") {
             "none" => "default",
             // Without a factor frequencies are not divided.
             "linear" if factor.is_none() => "default",

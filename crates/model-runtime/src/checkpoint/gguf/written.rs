@@ -173,7 +173,7 @@ mod tests {
     #[test]
     fn families_with_other_values_have_no_names() {
         let known: Vec<_> = GgufNames::model_types().collect();
-        assert_eq!(known, ["qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "deepseek_v3", "deepseek_v2"]);
+        assert_eq!(known, ["qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3"]);
         assert!(GgufNames::of_model_type("qwen3_next").is_none());
         let norm = "model.layers.0.post_attention_layernorm.weight";
         for (model_type, name) in [("olmoe", "ffn_norm"), ("glm4_moe", "post_attention_norm")] {
