@@ -96,6 +96,11 @@ pub(crate) trait Rounds: Debug + Send + Sync + Sized + 'static {
     /// Fails the world, unless it has failed before.
     fn fail(&self, cause: String);
 
+    /// Fails the world because a collective failed. A world that goes on without a rank may end its generation instead.
+    fn give_up(&self, cause: String) {
+        self.fail(cause);
+    }
+
     /// The world's first failure.
     fn failure(&self) -> Option<&str>;
 
@@ -143,7 +148,7 @@ pub(crate) trait Rounds: Debug + Send + Sync + Sized + 'static {
 
     fn stopped(&self, op: Op, stop: Stop) -> Error {
         if let Stop::Cause(cause) = stop {
-            self.fail(cause);
+            self.give_up(cause);
         }
         self.error(&format!("{op} on "))
     }

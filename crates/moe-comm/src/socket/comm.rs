@@ -15,10 +15,10 @@ use crate::round::{Give, Posts, Rounds, copied, label};
 use crate::socket::frame::{self, Outgoing, PostHead};
 use crate::socket::inbox::Arrived;
 use crate::socket::messages::{Messages, Watch};
-use crate::socket::world::{Member, World};
+use crate::socket::world::{Member, Survival, World};
 use crate::supervised::{Supervised, Supervisor};
 
-/// The id of the group of all ranks.
+/// The id of the group of all ranks of the first generation.
 const ALL: u64 = 0;
 
 /// One rank in a world of processes that are connected by TCP. Tensors are on the CPU.
@@ -28,10 +28,11 @@ const ALL: u64 = 0;
 /// this one fail. A process that ends without dropping it fails the world at once.
 #[derive(Debug)]
 pub struct SocketComm {
-    member: Arc<Member>,
+    pub(super) member: Arc<Member>,
+    pub(super) generation: usize,
     group: u64,
     /// The group's ranks as ranks of the world.
-    members: Vec<usize>,
+    pub(super) members: Vec<usize>,
     rank: usize,
     /// This lock is held during a call.
     turn: Mutex<()>,
@@ -68,7 +69,17 @@ impl SocketComm {
     pub(super) fn start(rank: usize, streams: Vec<Option<TcpStream>>, timeout: Duration) -> Result<Self> {
         let members = (0..streams.len()).collect();
         let member = World::start(rank, streams, timeout)?;
-        Ok(Self { member, group: ALL, members, rank, turn: Mutex::new(()), supervised: false })
+        Ok(Self { member, generation: 0, group: ALL, members, rank, turn: Mutex::new(()), supervised: false })
+    }
+
+    /// This process's rank in a generation, whose group of all ranks is `group`.
+    pub(super) fn of_generation(&self, generation: usize, group: u64, members: Vec<usize>) -> Result<Self> {
+        let own = self.world().rank;
+        let Some(rank) = members.iter().position(|&rank| rank == own) else {
+            bail!("rank {own} is not among the ranks {members:?} that go on")
+        };
+        let member = self.member.clone();
+        Ok(Self { member, generation, group, members, rank, turn: Mutex::new(()), supervised: false })
     }
 
     /// From now on this process survives the loss of a rank of another replica: a rank that ends without leaving, or
@@ -77,12 +88,25 @@ impl SocketComm {
     /// that a rank is lost, and a collective with it fails the world. The first replica cannot be lost: without one of
     /// its ranks the world fails. All ranks call this, in worlds whose replicas share no collective.
     pub fn survive_replicas(&self, size: usize) {
-        self.world().survive(size);
+        self.world().survive(Survival { replica: size, regroups: false });
+    }
+
+    /// Like [`survive_replicas`](Self::survive_replicas), where replicas share collectives. If a rank is lost or a
+    /// collective fails, everything that uses this communicator fails, on all ranks. The ranks that are left then
+    /// [`regroup`](Self::regroup).
+    pub fn survive_by_regrouping(&self, size: usize) {
+        self.world().survive(Survival { replica: size, regroups: true });
     }
 
     /// Messages between this process and the others, which are independent of the collectives.
     pub fn messages(&self) -> Messages {
-        Messages(self.member.clone())
+        let (member, generation) = (self.member.clone(), self.generation);
+        Messages { member, generation, members: self.members.as_slice().into() }
+    }
+
+    /// Fails the world, also if its generation has ended.
+    pub fn fail_world(&self, reason: &str) {
+        self.world().fail(format!("rank {} aborted: {reason}", self.world().rank));
     }
 
     /// An object that reports how the world ends; a separate thread waits on it.
@@ -90,7 +114,7 @@ impl SocketComm {
         Watch(self.world().clone())
     }
 
-    fn world(&self) -> &Arc<World> {
+    pub(super) fn world(&self) -> &Arc<World> {
         &self.member.0
     }
 
@@ -162,12 +186,12 @@ impl Rounds for SocketComm {
         let group = self.group;
         let members = &self.members;
         let own = self.rank;
-        if world.failure().is_some() {
+        if self.failure().is_some() {
             return Err(Stop::Failed);
         }
         let op = call.op;
         let given = self.give(call, give, ex)?;
-        let (failed, label) = (|| world.failure().is_some(), |ranks: &[usize]| self.label(ranks));
+        let (failed, label) = (|| self.failure().is_some(), |ranks: &[usize]| self.label(ranks));
         let wait = Wait { op, why: "for", timeout: world.timeout, failed: &failed, label: &label };
         let arrived = wait.until(
             (&world.inbox, &world.changed),
@@ -192,8 +216,16 @@ impl Rounds for SocketComm {
         }
         let members = members.iter().filter_map(|&rank| self.members.get(rank).copied()).collect();
         let member = self.member.clone();
-        let turn = Mutex::new(());
-        Ok(Arc::new(Self { member, group, members, rank: own, turn, supervised: self.supervised }))
+        let (generation, turn) = (self.generation, Mutex::new(()));
+        Ok(Arc::new(Self {
+            member,
+            generation,
+            group,
+            members,
+            rank: own,
+            turn,
+            supervised: self.supervised,
+        }))
     }
 
     fn label(&self, ranks: &[usize]) -> String {
@@ -201,11 +233,20 @@ impl Rounds for SocketComm {
     }
 
     fn fail(&self, cause: String) {
-        self.world().fail(cause);
+        // What fails after the end of a generation fails because of that.
+        if self.failure().is_none() {
+            self.world().fail(cause);
+        }
+    }
+
+    fn give_up(&self, cause: String) {
+        if self.failure().is_none() {
+            self.world().give_up(self.generation, cause);
+        }
     }
 
     fn failure(&self) -> Option<&str> {
-        self.world().failure()
+        self.world().failure().or_else(|| self.world().why_ended(self.generation))
     }
 }
 

@@ -43,8 +43,8 @@ pub(super) enum Frame<H = PostHead> {
     },
     /// The sender has dropped its communicator of a group.
     Leave { group: u64 },
-    /// A message that is independent of the collectives.
-    Message(#[serde(skip)] Vec<u8>),
+    /// A message of a generation, which is independent of the collectives.
+    Message(usize, #[serde(skip)] Vec<u8>),
     /// The sender's world has failed.
     Abort(String),
     /// The sender ends normally.
@@ -53,6 +53,8 @@ pub(super) enum Frame<H = PostHead> {
     Ping,
     /// The answer to a ping: the sender is alive.
     Pong,
+    /// A generation has ended, for this reason, and the world goes on.
+    End(usize, String),
 }
 
 /// A frame to be sent.
@@ -107,8 +109,11 @@ impl Outgoing<'_> {
     }
 
     pub fn abort(cause: &str) -> Self {
-        // The text is cut, because postcard writes its length before it and the head is limited.
-        Self::Abort(cause[..cause.floor_char_boundary(MAX_HEAD / 2)].to_string())
+        Self::Abort(cut(cause))
+    }
+
+    pub fn end(generation: usize, why: &str) -> Self {
+        Self::End(generation, cut(why))
     }
 
     /// The bytes of frame `number` of a connection that come before its data.
@@ -141,12 +146,17 @@ impl Outgoing<'_> {
     }
 }
 
+/// A text whose length fits into a head: postcard writes it before the text.
+fn cut(text: &str) -> String {
+    text[..text.floor_char_boundary(MAX_HEAD / 2)].to_string()
+}
+
 impl<H> Frame<H> {
     /// The largest amount of data that a frame of this kind has.
     pub fn most(&self) -> u64 {
         match self {
             Self::Post { .. } => MAX_DATA,
-            Self::Message(_) => MAX_MESSAGE,
+            Self::Message(..) => MAX_MESSAGE,
             _ => 0,
         }
     }
@@ -220,7 +230,7 @@ impl<R: Read> Frames<R> {
         let mut got = crc32fast::Hasher::new();
         match &mut frame {
             Frame::Post { data, .. } => *data = self.words(bytes, &mut got)?,
-            Frame::Message(data) => *data = self.bytes(bytes, &mut got)?,
+            Frame::Message(_, data) => *data = self.bytes(bytes, &mut got)?,
             _ => {}
         }
         self.compare("data", checksum, got.finalize())?;

@@ -16,7 +16,7 @@ fn read(bytes: &[u8]) -> io::Result<Option<Frame>> {
 }
 
 fn message(data: &[u8]) -> Vec<u8> {
-    written(&Frame::Message(Vec::new()), data)
+    written(&Frame::Message(0, Vec::new()), data)
 }
 
 fn rows(dims: &[usize]) -> PostHead {
@@ -80,7 +80,7 @@ fn frames_that_are_missing_twice_or_swapped_are_found() {
     let frames: Vec<Vec<u8>> = (0..3u8)
         .map(|n| {
             let mut out = Vec::new();
-            Frame::<&PostHead>::Message(Vec::new()).write(u64::from(n), &[n; 9], &mut out).unwrap();
+            Frame::<&PostHead>::Message(0, Vec::new()).write(u64::from(n), &[n; 9], &mut out).unwrap();
             out
         })
         .collect();
@@ -100,7 +100,7 @@ fn lengths_that_lie_are_refused_or_end_with_the_stream() {
     }
     assert!(read(&message[..0]).unwrap().is_none());
     // These lengths exceed what any frame has; the checksums are valid.
-    let head = postcard::to_stdvec(&Outgoing::Message(Vec::new())).unwrap();
+    let head = postcard::to_stdvec(&Outgoing::Message(0, Vec::new())).unwrap();
     for wrong in [
         sealed(&vec![0; MAX_HEAD + 1], 0, b""),
         sealed(&head, MAX_MESSAGE + 1, b""),

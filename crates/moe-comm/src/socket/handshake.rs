@@ -25,7 +25,7 @@ use crate::socket::secret::{Exchange, Key, Nonce, Sealed, Side, nonce};
 
 const MAGIC: &[u8; 8] = b"moe-comm";
 /// This number changes whenever the messages between processes change.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 /// Elements are sent as they are in memory, so both processes must have this byte order.
 const BYTE_ORDER: u32 = 0x0102_0304;
 /// Size limit of an [`Ask`]: the settings of a rank are far smaller.

@@ -35,20 +35,24 @@ pub(super) struct Inbox {
     gone: Vec<bool>,
     /// Ranks that ended in another way although the world goes on, and why.
     lost: BTreeMap<usize, String>,
+    /// The newest generation that has formed, and its ranks.
+    pub formed: (usize, Vec<usize>),
     /// Whether this rank has ended.
     pub over: bool,
 }
 
 #[derive(Default)]
 struct Messages {
-    waiting: VecDeque<Vec<u8>>,
+    /// With their generations.
+    waiting: VecDeque<(usize, Vec<u8>)>,
     bytes: u64,
 }
 
 impl Inbox {
     pub fn new(size: usize) -> Self {
         let messages = (0..size).map(|_| Messages::default()).collect();
-        Self { messages, rows: vec![0; size], gone: vec![false; size], ..Self::default() }
+        let formed = (0, (0..size).collect());
+        Self { messages, rows: vec![0; size], gone: vec![false; size], formed, ..Self::default() }
     }
 
     /// The error of a frame with `bytes` bytes of data from a rank, if there is no room for them. A healthy rank is
@@ -56,7 +60,7 @@ impl Inbox {
     pub fn room(&self, from: usize, frame: &Frame, bytes: u64) -> Result<(), String> {
         let (waits, most, what) = match frame {
             Frame::Post { .. } => (self.rows.get(from).copied(), MAX_ROWS, "rows"),
-            Frame::Message(_) => {
+            Frame::Message(..) => {
                 let waits = self.messages.get(from).map(|messages| messages.bytes);
                 (waits, MAX_MESSAGES, "messages")
             }
@@ -89,14 +93,14 @@ impl Inbox {
         Ok(())
     }
 
-    pub fn message(&mut self, from: usize, message: Vec<u8>) -> Result<(), String> {
+    pub fn message(&mut self, from: usize, generation: usize, message: Vec<u8>) -> Result<(), String> {
         let Some(messages) = self.messages.get_mut(from) else { return Ok(()) };
         let bytes = messages.bytes + message.len() as u64 + PER_MESSAGE;
         if bytes > MAX_MESSAGES + PER_MESSAGE {
             return Err(format!("its messages that wait are more than {MAX_MESSAGES} bytes"));
         }
         messages.bytes = bytes;
-        messages.waiting.push_back(message);
+        messages.waiting.push_back((generation, message));
         Ok(())
     }
 
@@ -141,11 +145,16 @@ impl Inbox {
         self.is_gone(rank) || self.lost.contains_key(&rank)
     }
 
-    pub fn take_message(&mut self, from: usize) -> Option<Vec<u8>> {
+    /// The next message of a generation. Messages of earlier ones are dropped.
+    pub fn take_message(&mut self, from: usize, generation: usize) -> Option<Vec<u8>> {
         let messages = self.messages.get_mut(from)?;
-        let message = messages.waiting.pop_front()?;
-        messages.bytes -= message.len() as u64 + PER_MESSAGE;
-        Some(message)
+        loop {
+            let (its, message) = messages.waiting.pop_front_if(|(its, _)| *its <= generation)?;
+            messages.bytes -= message.len() as u64 + PER_MESSAGE;
+            if its == generation {
+                return Some(message);
+            }
+        }
     }
 
     /// Takes the next posts of all members but `own`, in order, if all of them have arrived.
@@ -210,14 +219,14 @@ mod tests {
         inbox.forget(0);
         assert!(inbox.take_posts(0, &[0, 1], 0).is_none() && inbox.take_posts(9, &[0, 1], 0).is_some());
         let half = (MAX_MESSAGES / 2) as usize;
-        let message = Frame::Message(Vec::new());
-        assert!(inbox.room(1, &message, MAX_MESSAGES).is_ok() && inbox.message(1, vec![0; half]).is_ok());
+        let message = Frame::Message(0, Vec::new());
+        assert!(inbox.room(1, &message, MAX_MESSAGES).is_ok() && inbox.message(1, 0, vec![0; half]).is_ok());
         assert!(inbox.room(1, &message, MAX_MESSAGES / 2).unwrap_err().contains("messages that wait"));
-        assert!(inbox.message(1, vec![0; half + 1]).unwrap_err().contains("bytes"));
-        assert_eq!(inbox.take_message(1).map(|m| m.len()), Some(half));
+        assert!(inbox.message(1, 0, vec![0; half + 1]).unwrap_err().contains("bytes"));
+        assert_eq!(inbox.take_message(1, 0).map(|m| m.len()), Some(half));
         assert!(inbox.room(1, &message, MAX_MESSAGES).is_ok());
         // Empty messages also take room.
-        (0..1000).for_each(|_| inbox.message(1, Vec::new()).unwrap());
+        (0..1000).for_each(|_| inbox.message(1, 0, Vec::new()).unwrap());
         assert!(inbox.room(1, &message, MAX_MESSAGES - 1000).is_err());
         let rows = |bytes: usize| (post().0, vec![0u64; bytes / 8]);
         let frame = |group| Frame::Post { group, head: post().0, data: Vec::new() };

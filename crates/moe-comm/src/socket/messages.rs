@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use candle_core::Result;
+use candle_core::{Result, bail};
 
 use crate::error::CommError;
 use crate::lock::lock;
@@ -16,8 +16,16 @@ use crate::socket::world::{Member, World};
 /// time limit, so that a rank may be idle or busy for hours; the wait ends at once when the world fails. A rank that
 /// sends nothing while another waits for it is asked whether it is alive. Its process answers whatever else it is
 /// doing. A process that does not answer within the time limit of a collective has stopped, which fails the world.
+///
+/// Ranks are numbered as in the communicator whose messages these are. If its generation ends, these messages end
+/// with an error.
 #[derive(Clone, Debug)]
-pub struct Messages(pub(super) Arc<Member>);
+pub struct Messages {
+    pub(super) member: Arc<Member>,
+    pub(super) generation: usize,
+    /// The ranks as ranks of the world.
+    pub(super) members: Arc<[usize]>,
+}
 
 /// What a rank that waits for messages learns about another rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,15 +46,27 @@ impl Messages {
     /// # Errors
     /// The world has failed, or fails because the rank does not read its messages.
     pub fn send(&self, to: usize, message: &[u8]) -> Result<()> {
-        let world = &self.0.0;
-        world.check()?;
-        match world.send(to, &Outgoing::Message(Vec::new()), message) {
+        let world = self.world();
+        world.check(self.generation)?;
+        let to = self.in_world(to)?;
+        match world.send(to, &Outgoing::Message(self.generation, Vec::new()), message) {
             // What happens to the world after this does not concern the message.
             Ok(()) => return Ok(()),
             Err(Stop::Cause(cause)) => world.lose(to, cause),
             Err(Stop::Failed) => {}
         }
-        world.check()
+        world.check(self.generation)
+    }
+
+    fn world(&self) -> &World {
+        &self.member.0
+    }
+
+    fn in_world(&self, rank: usize) -> Result<usize> {
+        match self.members.get(rank) {
+            Some(&rank) => Ok(rank),
+            None => bail!("there is no rank {rank} of {}", self.members.len()),
+        }
     }
 
     /// The next message of a rank of the world; `None` once the rank has left normally. One thread at a time may wait
@@ -68,16 +88,16 @@ impl Messages {
     /// # Errors
     /// The world has failed.
     pub fn recv_any(&self, from: &[usize]) -> Result<(usize, News)> {
-        let world = &self.0.0;
+        let world = self.world();
         loop {
             {
                 let mut inbox = lock(&world.inbox);
-                if let Some(news) = world.next(&mut inbox, from)? {
+                if let Some(news) = self.next(&mut inbox, from)? {
                     return Ok(news);
                 }
                 drop(sleep(&world.changed, inbox, world.look_interval()));
             }
-            world.look_after(from);
+            self.look_after(from)?;
         }
     }
 
@@ -87,44 +107,43 @@ impl Messages {
     /// # Errors
     /// The world has failed.
     pub fn try_recv_any(&self, from: &[usize]) -> Result<Option<(usize, News)>> {
-        let world = &self.0.0;
-        if let Some(news) = world.next(&mut lock(&world.inbox), from)? {
+        if let Some(news) = self.next(&mut lock(&self.world().inbox), from)? {
             return Ok(Some(news));
         }
-        world.look_after(from);
-        world.check()?;
+        self.look_after(from)?;
+        self.world().check(self.generation)?;
         Ok(None)
     }
 
-    /// Whether a rank of the world was lost.
+    /// Whether a rank of the world was lost, in any generation.
     pub fn some_are_lost(&self) -> bool {
-        lock(&self.0.0.inbox).some_are_lost()
+        lock(&self.world().inbox).some_are_lost()
     }
 
-    /// Whether this rank of the world was lost.
+    /// Whether this rank of the world was lost, in any generation; it is numbered as in the first one.
     pub fn is_lost(&self, rank: usize) -> bool {
-        lock(&self.0.0.inbox).why_lost(rank).is_some()
+        lock(&self.world().inbox).why_lost(rank).is_some()
     }
-}
 
-impl World {
+    fn look_after(&self, ranks: &[usize]) -> Result<()> {
+        let ranks = ranks.iter().map(|&rank| self.in_world(rank)).collect::<Result<Vec<_>>>()?;
+        self.world().look_after(&ranks);
+        Ok(())
+    }
+
     /// The next item from these ranks. Messages come first, even if their rank has left or the world has failed.
     fn next(&self, inbox: &mut Inbox, from: &[usize]) -> Result<Option<(usize, News)>> {
-        let mut ranks = from.iter();
-        if let Some((rank, message)) = ranks.find_map(|&rank| Some((rank, inbox.take_message(rank)?))) {
-            return Ok(Some((rank, News::Message(message))));
+        for &rank in from {
+            if let Some(message) = inbox.take_message(self.in_world(rank)?, self.generation) {
+                return Ok(Some((rank, News::Message(message))));
+            }
         }
-        self.check()?;
+        self.world().check(self.generation)?;
         let end = |rank: usize| match inbox.why_lost(rank) {
             Some(why) => Some(News::Lost(why.to_string())),
             None => inbox.is_gone(rank).then_some(News::Left),
         };
-        Ok(from.iter().find_map(|&rank| Some((rank, end(rank)?))))
-    }
-
-    /// Fails if the world has failed.
-    fn check(&self) -> Result<()> {
-        self.failure().map_or(Ok(()), |_| Err(self.error()))
+        Ok(from.iter().find_map(|&rank| Some((rank, end(*self.members.get(rank)?)?))))
     }
 }
 

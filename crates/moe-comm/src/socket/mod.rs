@@ -8,7 +8,8 @@
 //!
 //! A rank that ends says goodbye. A connection fails the [`world`] if it closes without a goodbye, breaks, or carries
 //! anything but frames. The first failure is sent to all ranks, in whatever group it happened. A world of replicas may
-//! instead go on without the replica of such a rank.
+//! instead go on without the replica of such a rank; if replicas share collectives, the ranks that are left
+//! [`regroup`].
 
 mod admission;
 mod comm;
@@ -18,6 +19,7 @@ mod inbox;
 mod link;
 mod messages;
 mod reach;
+mod regroup;
 mod rendezvous;
 mod secret;
 mod timeouts;

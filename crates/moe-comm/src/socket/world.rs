@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use candle_core::{Error, Result};
+use candle_core::Result;
 
 use crate::error::CommError;
 use crate::lock::lock;
@@ -20,6 +20,9 @@ use crate::socket::link::{Hearing, Link, Silence, interval};
 /// Bytes of data that may be read before it is checked that there is room for them.
 const LITTLE: u64 = 1 << 20;
 
+/// Why a rank of an earlier generation is lost, if this rank learns it only from the ranks of the new one.
+const LEFT_OUT: &str = "the other ranks went on without it";
+
 /// How long a rank that cannot write waits until the reason arrives.
 const REASON: Duration = Duration::from_secs(1);
 
@@ -30,8 +33,10 @@ pub(super) struct World {
     /// Indexed by rank; there is no link from a rank to itself.
     links: Vec<Option<Link>>,
     failure: OnceLock<String>,
-    /// The number of ranks of a replica, if the world survives the loss of replicas.
-    replica: OnceLock<usize>,
+    /// How the world survives the loss of replicas, if it does.
+    survival: OnceLock<Survival>,
+    /// Why each generation has ended; each but the last one has lost a rank.
+    ends: Vec<OnceLock<String>>,
     pub inbox: Mutex<Inbox>,
     pub changed: Condvar,
     groups: AtomicU64,
@@ -41,6 +46,15 @@ impl std::fmt::Debug for World {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "World(rank {} of {})", self.rank, self.links.len())
     }
+}
+
+/// How a world survives the loss of replicas.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Survival {
+    /// The number of ranks of a replica.
+    pub replica: usize,
+    /// Whether replicas share collectives. Then all of them give up what they do, and form a new generation.
+    pub regroups: bool,
 }
 
 /// Keeps the connections open. When the last clone is dropped, this rank says goodbye.
@@ -64,9 +78,10 @@ impl World {
             rank,
             timeout,
             inbox: Mutex::new(Inbox::new(links.len())),
+            ends: links.iter().map(|_| OnceLock::new()).collect(),
             links,
             failure: OnceLock::new(),
-            replica: OnceLock::new(),
+            survival: OnceLock::new(),
             changed: Condvar::new(),
             groups: AtomicU64::new(1),
         });
@@ -101,12 +116,17 @@ impl World {
 
     /// The first failure as text for this rank's errors.
     pub fn report(&self) -> String {
-        format!("rank {} of {}: {}", self.rank, self.size(), self.failure().unwrap_or("unknown failure"))
+        self.tell(self.failure().unwrap_or("unknown failure"))
     }
 
-    /// The first failure as an error of this rank.
-    pub fn error(&self) -> Error {
-        CommError(self.report()).into()
+    fn tell(&self, cause: &str) -> String {
+        format!("rank {} of {}: {cause}", self.rank, self.size())
+    }
+
+    /// Fails if the world has failed, or if this generation of it has ended.
+    pub fn check(&self, generation: usize) -> Result<()> {
+        let cause = self.failure().or_else(|| self.why_ended(generation));
+        cause.map_or(Ok(()), |cause| Err(CommError(self.tell(cause)).into()))
     }
 
     /// Fails every group of every rank, unless the world has failed before.
@@ -118,32 +138,101 @@ impl World {
         self.last_words(&Outgoing::abort(self.failure().unwrap_or_default()));
     }
 
-    /// From now on the loss of a rank ends its replica alone: `size` ranks that follow each other.
-    pub fn survive(&self, size: usize) {
-        let _ = self.replica.set(size.max(1));
+    /// From now on the loss of a rank ends its replica alone: ranks that follow each other.
+    pub fn survive(&self, survival: Survival) {
+        let _ = self.survival.set(Survival { replica: survival.replica.max(1), ..survival });
+    }
+
+    fn regroups(&self) -> bool {
+        self.survival.get().is_some_and(|survival| survival.regroups)
+    }
+
+    /// Why a generation has ended, if it has.
+    pub fn why_ended(&self, generation: usize) -> Option<&str> {
+        self.ends.get(generation)?.get().map(String::as_str)
+    }
+
+    /// The first generation that has not ended.
+    pub fn next_generation(&self) -> usize {
+        self.ends.iter().take_while(|end| end.get().is_some()).count()
+    }
+
+    /// Ends a generation on all ranks, if the world forms new ones. Otherwise the world fails.
+    pub fn give_up(&self, generation: usize, why: String) {
+        if !self.regroups() {
+            return self.fail(why);
+        }
+        if self.end(generation, &why) {
+            self.notify();
+            self.tell_end(generation, &why);
+        }
+    }
+
+    /// Notes that a generation has ended. Returns whether that is new.
+    fn end(&self, generation: usize, why: &str) -> bool {
+        let ends = self.ends.iter().take(generation + 1);
+        ends.map(|end| end.set(why.to_string()).is_ok()).last().unwrap_or(false)
+    }
+
+    fn tell_end(&self, generation: usize, why: &str) {
+        let frame = Outgoing::end(generation, why);
+        for (rank, link) in self.links.iter().enumerate() {
+            let Some(link) = link.as_ref().filter(|_| !lock(&self.inbox).has_ended(rank)) else { continue };
+            // If the connection broke, its reading thread reports that.
+            let _ = link.send(&frame, &[]);
+        }
+    }
+
+    /// Begins a generation of these ranks. All others are lost.
+    pub fn form(&self, generation: usize, members: &[usize]) {
+        let others: Vec<usize> = (0..self.size()).filter(|rank| !members.contains(rank)).collect();
+        let (others, ended) = {
+            let mut inbox = lock(&self.inbox);
+            inbox.formed = (generation, members.to_vec());
+            let why = members.iter().find_map(|&rank| inbox.why_lost(rank)).map(str::to_string);
+            let ended = why.filter(|why| self.end(generation, why));
+            (others.into_iter().filter(|&rank| inbox.lose(rank, LEFT_OUT)).collect::<Vec<_>>(), ended)
+        };
+        if let Some(why) = ended {
+            self.tell_end(generation, &why);
+        }
+        self.shut_out(&others, LEFT_OUT);
+    }
+
+    /// Tells ranks that are lost to end.
+    fn shut_out(&self, ranks: &[usize], why: &str) {
+        let links = ranks.iter().filter_map(|&rank| self.links.get(rank)?.as_ref());
+        links.for_each(|link| link.close(&Outgoing::abort(why)));
     }
 
     /// Another rank has ended without a goodbye, or nothing can be expected of it. If the world survives the loss of
     /// replicas, and this is not the replica of this rank or of rank 0, the ranks of that replica are lost, and the
-    /// ones that still run are told to end. Otherwise the world fails.
+    /// ones that still run are told to end; if replicas share collectives, the generation ends. Otherwise the world
+    /// fails.
     pub fn lose(&self, rank: usize, why: String) {
-        let Some(&size) = self.replica.get() else { return self.fail(why) };
+        let Some(&Survival { replica: size, regroups }) = self.survival.get() else { return self.fail(why) };
         let replica = rank / size;
         if replica == 0 || replica == self.rank / size {
             return self.fail(why);
         }
         let ranks = replica * size..((replica + 1) * size).min(self.links.len());
-        let lost = {
+        let (lost, ended) = {
             let mut inbox = lock(&self.inbox);
-            ranks.filter(|&rank| inbox.lose(rank, &why)).collect::<Vec<_>>()
+            let (generation, members) = &inbox.formed;
+            let ended = Some(*generation).filter(|_| regroups && ranks.clone().any(|r| members.contains(&r)));
+            // A thread that learns that the rank is lost finds that the generation has ended, too.
+            let ended = ended.filter(|&generation| self.end(generation, &why));
+            (ranks.filter(|&rank| inbox.lose(rank, &why)).collect::<Vec<_>>(), ended)
         };
         self.changed.notify_all();
-        let links = lost.iter().filter_map(|&rank| self.links.get(rank)?.as_ref());
-        links.for_each(|link| link.close(&Outgoing::abort(&why)));
+        if let Some(generation) = ended {
+            self.tell_end(generation, &why);
+        }
+        self.shut_out(&lost, &why);
     }
 
     /// Writes a frame to a rank. A rank that has left normally or was lost gets nothing; callers that wait for the rank
-    /// learn that.
+    /// learn that. A rank that takes nothing is [lost](Self::lose).
     pub fn send(&self, to: usize, frame: &Outgoing, data: &[u8]) -> Outcome<()> {
         let Some(link) = self.links.get(to).and_then(Option::as_ref) else { return Ok(()) };
         if lock(&self.inbox).why_lost(to).is_some() {
@@ -166,12 +255,17 @@ impl World {
             }
             inbox = sleep(&self.changed, inbox, left);
         }
-        Err(Stop::Cause(match e.kind() {
+        drop(inbox);
+        let cause = match e.kind() {
+            // That is not the other rank's fault.
+            ErrorKind::InvalidInput => return Err(Stop::Cause(e.to_string())),
             ErrorKind::WouldBlock | ErrorKind::TimedOut => {
                 format!("rank {to} stalled: it took nothing for {:?}", self.timeout)
             }
             _ => format!("rank {to} cannot be reached: {e}"),
-        }))
+        };
+        self.lose(to, cause);
+        Err(Stop::Failed)
     }
 
     /// Says goodbye, unless the world has failed.
@@ -264,8 +358,19 @@ impl World {
                 Frame::Post { group, head, data } => inbox.post(group, from, (head, data))?,
                 Frame::Leave { group } => inbox.leave(group, from)?,
                 // All that wait for a lost rank are told that nothing comes.
-                Frame::Message(_) if inbox.why_lost(from).is_some() => {}
-                Frame::Message(message) => inbox.message(from, message)?,
+                Frame::Message(..) if inbox.why_lost(from).is_some() => {}
+                Frame::Message(generation, message) => inbox.message(from, generation, message)?,
+                Frame::End(..) if !self.regroups() => {
+                    return Err("it ended the only generation of this world".to_string());
+                }
+                // A rank that goes on has told that its generation has ended before others form the next one.
+                Frame::End(generation, _) if generation > self.next_generation() => {
+                    return Err(format!(
+                        "it ended generation {generation}; expected at most {}",
+                        self.next_generation()
+                    ));
+                }
+                Frame::End(generation, why) => drop(self.end(generation, &foreign(&why))),
                 Frame::Bye => inbox.bye(from),
                 Frame::Abort(cause) => {
                     drop(inbox);

@@ -68,7 +68,7 @@ pub fn connect(port: u16) -> TcpStream {
 
 pub fn say(stream: &mut TcpStream, message: &impl Serialize) {
     let body = postcard::to_stdvec(message).unwrap();
-    let mut bytes = b"moe-comm\x03\0\0\0".to_vec();
+    let mut bytes = b"moe-comm\x04\0\0\0".to_vec();
     bytes.extend(0x0102_0304u32.to_ne_bytes());
     bytes.extend((body.len() as u32).to_le_bytes());
     bytes.extend(body);

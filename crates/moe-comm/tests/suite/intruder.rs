@@ -94,7 +94,7 @@ const BARRIER: [u8; 10] = [0, 9, 5, 0, 0, 0, 0, 0, 0, 0];
 #[test]
 fn a_rank_that_sends_garbage_is_named() {
     let altered = |at: usize| {
-        let mut bytes = frame(0, &[2], 5, b"hello");
+        let mut bytes = frame(0, &[2, 0], 5, b"hello");
         bytes[at] ^= 1;
         bytes
     };
@@ -104,7 +104,7 @@ fn a_rank_that_sends_garbage_is_named() {
         frame(0, &[99], 0, b""),
         // An invalid head, too much data, data in a frame that has none.
         frame(0, &[0xff; 3], 0, b""),
-        frame(0, &[2], u64::MAX, b""),
+        frame(0, &[2, 0], u64::MAX, b""),
         frame(0, &[4], 1, b"x"),
         // These are more rounds than a rank can be ahead.
         barriers.collect(),
@@ -115,7 +115,7 @@ fn a_rank_that_sends_garbage_is_named() {
         altered(24),
         altered(29),
         // The same frame twice.
-        frame(0, &[2], 0, b"").repeat(2),
+        frame(0, &[2, 0], 0, b"").repeat(2),
     ] {
         // The bytes go only to rank 1; rank 0 learns of the failure from rank 1.
         let send = bytes.clone();
@@ -133,7 +133,7 @@ fn a_rank_that_sends_garbage_is_named() {
 #[test]
 fn a_rank_that_dies_within_a_frame_is_named() {
     for error in errors(|[first, mut second]| {
-        second.write_all(&frame(0, &[2], 1 << 20, b"four")).unwrap();
+        second.write_all(&frame(0, &[2, 0], 1 << 20, b"four")).unwrap();
         drop(second);
         vec![first]
     }) {

@@ -13,6 +13,7 @@ mod groups;
 mod intruder;
 mod launch;
 mod misuse;
+mod regroup;
 mod rendezvous;
 mod row_parallel;
 mod shared_norm;
