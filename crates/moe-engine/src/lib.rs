@@ -12,8 +12,10 @@ mod error;
 pub mod explain;
 pub mod family;
 mod footprint;
+mod going_on;
 pub mod heat;
 mod isolated;
+mod loss;
 mod memory_plan;
 pub mod parallel;
 mod placements;
@@ -32,6 +34,7 @@ pub use family::{
     AttentionSpec, Embedded, EmbeddedChat, Families, LoadOptions, LoadedModel, ModelFamily, ModelSpec,
 };
 pub use footprint::mtp_bytes;
+pub use loss::Loss;
 pub use memory_plan::{MemoryPlan, WeightForms};
 pub use placements::PlacementConfig;
 pub use run::{Run, Weights};

@@ -62,6 +62,15 @@ impl PlacementConfig {
         })
     }
 
+    /// These settings on another number of ranks, with as many redundant experts as give every rank the same number of
+    /// slots, but no more than one copy of an expert on each rank.
+    pub(crate) fn on_ranks(&self, ranks: usize, experts: usize, movable: bool) -> Self {
+        let even = (experts + self.num_redundant_experts).next_multiple_of(ranks) - experts;
+        let has_copies = movable || self.num_redundant_experts > 0;
+        let num_redundant_experts = if has_copies { even.min(experts * (ranks - 1)) } else { 0 };
+        Self { expert_map: None, num_redundant_experts, replicas: self.replicas }
+    }
+
     /// The settings that must be the same on all ranks, as names and values.
     pub(crate) fn agreed(&self) -> [(&'static str, String); 3] {
         let file = self.expert_map.as_deref().map_or("none".to_string(), |path| match std::fs::read(path) {
@@ -123,6 +132,20 @@ mod tests {
                 "{error}"
             );
         }
+    }
+
+    #[test]
+    fn fewer_ranks_have_equal_numbers_of_slots() {
+        let copies = |redundant, ranks, movable| {
+            let config = PlacementConfig { num_redundant_experts: redundant, ..PlacementConfig::default() };
+            config.on_ranks(ranks, 16, movable).num_redundant_experts
+        };
+        assert_eq!(
+            [copies(4, 3, true), copies(5, 2, true), copies(0, 3, true), copies(0, 3, false)],
+            [5, 6, 2, 0]
+        );
+        // A rank has at most one copy of each expert.
+        assert_eq!([copies(40, 3, true), copies(4, 1, false), copies(4, 3, false)], [32, 0, 5]);
     }
 
     #[test]

@@ -13,12 +13,11 @@ use crate::dequantised;
 use crate::engine;
 use crate::engine::EngineConfig;
 use crate::error::{Context, Result, bail};
-use crate::explain;
 use crate::family::{Embedded, Families, ModelSpec};
 use crate::footprint::{Footprint, Place, StepSizes};
 use crate::parallel::{self, Processes, Ranks, Replica};
 use crate::run_config::RunConfig;
-use crate::session::{Session, tokenizer};
+use crate::tokenizer::Tokenizer;
 
 /// What a model is made of.
 #[non_exhaustive]
@@ -38,11 +37,17 @@ pub enum Weights {
 ///            └► serve    on the others: steps come from the first one's
 /// ```
 pub struct Run {
-    config: RunConfig,
-    families: Families,
+    pub(crate) config: RunConfig,
+    pub(crate) families: Families,
     /// The processes of all ranks; `None` if all ranks are in this process.
-    processes: Option<Processes>,
+    pub(crate) processes: Option<Processes>,
     ex: Exec,
+}
+
+/// Weights that were checked, so that they can be loaded, also more than once.
+pub(crate) enum Opened {
+    Checkpoint(Box<Checkpoint>),
+    Random(Config),
 }
 
 impl Run {
@@ -150,66 +155,37 @@ impl Run {
         Ok((checkpoint.tensors.bytes() as f64 * share) as u64)
     }
 
-    /// Loads the model on the process that runs requests: on the only process, or on rank 0's.
-    ///
-    /// # Errors
-    /// Weights that do not fit the family and its config; any error of reading them.
-    pub fn session(self, weights: Weights) -> Result<Session> {
-        let Part { ranks, checkpoint, tokenizer, backend } = self.load(weights)?;
-        let Ranks::Replicas(mut replicas) = ranks else {
-            bail!("this process follows another one's rank and runs no requests")
-        };
-        let Replica { model, ex, world } = replicas.remove(0);
-        for slow in explain::any_shape_stages(model.as_ref(), &ex.machine()) {
-            warn!("{slow}");
+    /// Loads this process's rank and does the work that rank 0's process sends, until rank 0 says stop.
+    pub fn serve(mut self, weights: Weights) -> Result<()> {
+        let (opened, embedded) = self.open(weights)?;
+        // A missing tokenizer is an error only if requests need text. Then rank 0 gets this error.
+        let tokenizer = tokenizer(opened.checkpoint(), embedded);
+        let loaded = self.load(&opened);
+        let mut served = loaded.and_then(|(ranks, _)| self.serve_rank(ranks, &tokenizer));
+        while served.is_err() && self.may_go_on() {
+            served = self.go_on(&opened).and_then(|(ranks, ..)| self.serve_rank(ranks, &tokenizer));
         }
-        if let Some(rows) = explain::quantised_activations(model.as_ref(), &ex.machine()) {
-            info!(
-                "steps of {rows} rows and more quantise activations to FP8, like the weights (W8A8); `fp8_activations` off keeps 16 bits"
-            );
-        }
-        let Self { config, processes, .. } = self;
-        let survives = config.survives();
-        let parallel = config.parallel;
-        let eplb = config.eplb;
-        Ok(Session {
-            survives,
-            eplb,
-            model,
-            ex,
-            world,
-            replicas,
-            parallel,
-            processes,
-            checkpoint,
-            tokenizer,
-            read_tokenizer: None,
-            backend,
-        })
+        served?;
+        self.processes.map_or(Ok(()), Processes::finish)
     }
 
-    /// Loads this process's rank and does the work that rank 0's process sends, until rank 0 says stop.
-    pub fn serve(self, weights: Weights) -> Result<()> {
-        let Part { mut ranks, checkpoint, tokenizer: embedded, .. } = self.load(weights)?;
-        // A missing tokenizer is an error only if requests need text. Then rank 0 gets this error.
-        let tokenizer = tokenizer(checkpoint.as_ref(), embedded);
-        let Some(processes) = self.processes else {
+    /// Does the work of this process's rank. The model is dropped at the end.
+    fn serve_rank(&self, ranks: Ranks, tokenizer: &Result<Tokenizer>) -> Result<()> {
+        let Some(processes) = &self.processes else {
             bail!("this process is a rank of its own and has no driver")
         };
-        match &mut ranks {
-            Ranks::Follower(follower) => follower.serve(&processes.messages)?,
-            Ranks::Replicas(replicas) => {
-                for Replica { model, ex, world } in replicas {
-                    engine::serve(model.as_ref(), ex, &tokenizer, world, &processes.messages)?;
-                }
-            }
+        match ranks {
+            Ranks::Follower(mut follower) => follower.serve(&processes.messages),
+            Ranks::Replicas(replicas) => replicas.iter().try_for_each(|Replica { model, ex, world }| {
+                engine::serve(model.as_ref(), ex, tokenizer, world, &processes.messages)
+            }),
         }
-        processes.finish()
     }
 
-    fn load(&self, weights: Weights) -> Result<Part> {
+    /// Checks the weights. Returns them with the embedded tokenizer, if there is one.
+    pub(crate) fn open(&self, weights: Weights) -> Result<(Opened, Option<&'static [u8]>)> {
         let (mut checkpoint, tokenizer) = match weights {
-            Weights::Random(config) => return self.load_random(&config),
+            Weights::Random(config) => return Ok((Opened::Random(config), None)),
             Weights::Checkpoint(checkpoint) => (checkpoint, None),
             Weights::Embedded(e) => {
                 let checkpoint = Checkpoint::from_static(e.weights, e.config, Some(e.generation_config))?;
@@ -239,12 +215,27 @@ impl Run {
         for note in checkpoint.quantisation.iter().flat_map(|config| config.notes()) {
             warn!("{note}");
         }
-        let tensors = |slices: Vec<TensorSlice>| checkpoint.rank_view(&expected, slices);
-        let (ranks, backend) = self.load_ranks(model.as_ref(), &has, &tensors, dtype)?;
-        Ok(Part { ranks, checkpoint: Some(checkpoint), tokenizer, backend })
+        Ok((Opened::Checkpoint(Box::new(checkpoint)), tokenizer))
     }
 
-    fn load_random(&self, raw: &Config) -> Result<Part> {
+    /// Loads the only rank, all ranks on threads, or the rank of this process.
+    pub(crate) fn load(&self, opened: &Opened) -> Result<(Ranks, serde_json::Value)> {
+        match opened {
+            Opened::Checkpoint(checkpoint) => self.load_checkpoint(checkpoint),
+            Opened::Random(config) => self.load_random(config),
+        }
+    }
+
+    fn load_checkpoint(&self, checkpoint: &Checkpoint) -> Result<(Ranks, serde_json::Value)> {
+        let model = self.families.parse(&checkpoint.config)?;
+        let has = |name: &str| checkpoint.has(name);
+        let expected = model.layout(&Geometry::default(), &has)?.tensors;
+        let dtype = self.config.dtype.map_or_else(|| checkpoint.dtype(), Ok)?;
+        let tensors = |slices: Vec<TensorSlice>| checkpoint.rank_view(&expected, slices);
+        self.load_ranks(model.as_ref(), &has, &tensors, dtype)
+    }
+
+    fn load_random(&self, raw: &Config) -> Result<(Ranks, serde_json::Value)> {
         let model = self.families.parse(raw)?;
         let dtype = self.config.dtype.map_or_else(|| raw.dtype(), |dtype| Ok(Some(dtype)))?;
         let dtype = dtype.unwrap_or(DType::F32);
@@ -258,11 +249,9 @@ impl Run {
             let weights = DummyWeights::new(specs.clone(), 0).with_stored_dtype(dtype);
             RankView::new(weights.with_quantisation(quantisation.clone()), slices)
         };
-        let (ranks, backend) = self.load_ranks(model.as_ref(), &has, &tensors, dtype)?;
-        Ok(Part { ranks, checkpoint: None, tokenizer: None, backend })
+        self.load_ranks(model.as_ref(), &has, &tensors, dtype)
     }
 
-    /// Loads the only rank, all ranks on threads, or the rank of this process.
     fn load_ranks(
         &self,
         model: &dyn ModelSpec,
@@ -305,13 +294,25 @@ impl Run {
     }
 }
 
-/// The part of a model that this process has loaded.
-struct Part {
-    ranks: Ranks,
-    checkpoint: Option<Checkpoint>,
-    /// The embedded tokenizer.
-    tokenizer: Option<&'static [u8]>,
-    backend: serde_json::Value,
+impl Opened {
+    pub fn checkpoint(&self) -> Option<&Checkpoint> {
+        match self {
+            Self::Checkpoint(checkpoint) => Some(checkpoint),
+            Self::Random(_) => None,
+        }
+    }
+}
+
+/// The embedded tokenizer, or the one in a checkpoint's folder.
+pub(crate) fn tokenizer(
+    checkpoint: Option<&Checkpoint>,
+    embedded: Option<&'static [u8]>,
+) -> Result<Tokenizer> {
+    match (embedded, checkpoint.and_then(|c| c.dir())) {
+        (Some(bytes), _) => Tokenizer::from_bytes(bytes).context("the embedded tokenizer"),
+        (None, Some(dir)) => Tokenizer::from_dir(dir),
+        (None, None) => bail!("a model with random weights has no tokenizer"),
+    }
 }
 
 /// The host's context on the requested device. If there are processes, it is the device of this process's rank.

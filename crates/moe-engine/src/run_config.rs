@@ -50,7 +50,7 @@ pub struct RunConfig {
     /// Where the ranks run.
     pub executor: ExecutorBackend,
     /// Whether the run goes on when a data-parallel replica in other processes is lost, as long as the first one runs.
-    /// Replicas that share their experts need each other, so they always end together.
+    /// On the CPU replicas that share their experts then load them again; on GPUs they end together.
     pub survive_lost_replicas: bool,
     /// Whether and how MoE layers cut their tokens.
     pub chunked_moe: ChunkedMoe,
@@ -128,9 +128,25 @@ impl RunConfig {
         refused.map_or(Ok(()), |why: String| Err(usage(format!("`expert_offload` {why}"))))
     }
 
-    /// Whether the run goes on without a replica that is lost.
+    /// Whether the run goes on without a replica that is lost, which shares nothing with the others.
     pub(crate) fn survives(&self) -> bool {
         self.survive_lost_replicas && !self.parallel.enable_expert_parallel
+    }
+
+    /// Whether the run goes on without a replica whose experts the others load.
+    pub(crate) fn regroups(&self) -> bool {
+        let ParallelConfig { dp, enable_expert_parallel, .. } = self.parallel;
+        self.survive_lost_replicas && enable_expert_parallel && dp > 1 && self.device == DeviceChoice::Cpu
+    }
+
+    /// These settings for another number of replicas, of a model with this number of experts. A map of experts is for
+    /// the old number, so experts are placed as without one.
+    pub(crate) fn with_replicas(&self, dp: usize, experts: usize) -> Result<Self> {
+        let parallel = ParallelConfig { dp, ..self.parallel };
+        let ranks = parallel.geometry(0)?.world_size;
+        let placements = self.placements.on_ranks(ranks, experts, self.eplb.is_some());
+        let eplb = self.eplb.clone().filter(|_| ranks > 1);
+        Ok(Self { parallel, placements, eplb, ..self.clone() })
     }
 
     /// The options with which a rank loads the model; `context` has the rank's place.

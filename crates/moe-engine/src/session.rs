@@ -3,13 +3,15 @@
 use std::sync::Arc;
 
 use model_runtime::{CausalLm, Checkpoint, Exec};
-use moe_comm::{Communicator, ParallelConfig};
-use tracing::warn;
+use moe_comm::Communicator;
+use tracing::{info, warn};
 
 use crate::engine::{DpEngine, EngineConfig};
-use crate::eplb::EplbConfig;
-use crate::error::{Context, Result, bail};
-use crate::parallel::{Processes, Replica};
+use crate::error::{Result, bail};
+use crate::explain;
+use crate::loss::Loss;
+use crate::parallel::{Processes, Ranks, Replica};
+use crate::run::{Opened, Run, Weights, tokenizer};
 use crate::tokenizer::Tokenizer;
 
 /// A model that is ready to run; [`Run::session`](crate::Run::session) makes one.
@@ -24,21 +26,82 @@ pub struct Session {
     pub checkpoint: Option<Checkpoint>,
     /// The oracle's choice of expert backend with the rejected ones, as JSON.
     pub backend: serde_json::Value,
-    pub(crate) world: Arc<dyn Communicator>,
-    pub(crate) parallel: ParallelConfig,
-    /// Whether engines go on without a replica that is lost.
-    pub(crate) survives: bool,
-    /// How engines balance the experts.
-    pub(crate) eplb: Option<EplbConfig>,
-    /// The processes of the other ranks.
-    pub(crate) processes: Option<Processes>,
+    world: Arc<dyn Communicator>,
+    /// The settings, and the processes of the other ranks.
+    run: Run,
+    opened: Opened,
     /// The embedded tokenizer.
-    pub(crate) tokenizer: Option<&'static [u8]>,
+    tokenizer: Option<&'static [u8]>,
     /// The tokenizer, if it was read before the model.
-    pub(crate) read_tokenizer: Option<Tokenizer>,
+    read_tokenizer: Option<Tokenizer>,
+}
+
+impl Run {
+    /// Loads the model on the process that runs requests: on the only process, or on rank 0's.
+    ///
+    /// # Errors
+    /// Weights that do not fit the family and its config; any error of reading them.
+    pub fn session(self, weights: Weights) -> Result<Session> {
+        let (opened, tokenizer) = self.open(weights)?;
+        let (ranks, backend) = self.load(&opened)?;
+        let session = Session::new(self, opened, (ranks, backend), tokenizer)?;
+        let Session { model, ex, .. } = &session;
+        for slow in explain::any_shape_stages(model.as_ref(), &ex.machine()) {
+            warn!("{slow}");
+        }
+        if let Some(rows) = explain::quantised_activations(model.as_ref(), &ex.machine()) {
+            info!(
+                "steps of {rows} rows and more quantise activations to FP8, like the weights (W8A8); `fp8_activations` off keeps 16 bits"
+            );
+        }
+        Ok(session)
+    }
 }
 
 impl Session {
+    fn new(
+        run: Run,
+        opened: Opened,
+        (ranks, backend): (Ranks, serde_json::Value),
+        tokenizer: Option<&'static [u8]>,
+    ) -> Result<Self> {
+        let Ranks::Replicas(mut replicas) = ranks else {
+            bail!("this process follows another one's rank and runs no requests")
+        };
+        let Replica { model, ex, world } = replicas.remove(0);
+        let checkpoint = opened.checkpoint().cloned();
+        Ok(Self {
+            model,
+            ex,
+            replicas,
+            checkpoint,
+            backend,
+            world,
+            run,
+            opened,
+            tokenizer,
+            read_tokenizer: None,
+        })
+    }
+
+    /// Whether an engine's error is the loss of a rank that the others survive by [going on](Self::go_on).
+    pub fn may_go_on(&self) -> bool {
+        self.run.may_go_on()
+    }
+
+    /// Loads the model again on the ranks that are left, after the loss of one whose experts all need. The engine of
+    /// this session was [left](DpEngine::leave), and a new one takes over its requests.
+    ///
+    /// # Errors
+    /// The ranks that are left cannot hold the model, or no rank was lost. All of them then end.
+    pub fn go_on(self) -> Result<(Self, Loss)> {
+        let Self { model, replicas, world, mut run, opened, tokenizer, read_tokenizer, .. } = self;
+        drop((model, replicas, world));
+        let (ranks, backend, loss) = run.go_on(&opened)?;
+        let session = Self::new(run, opened, (ranks, backend), tokenizer)?;
+        Ok((Self { read_tokenizer, ..session }, loss))
+    }
+
     /// The engine's defaults for this device and model.
     pub fn engine_defaults(&self) -> EngineConfig {
         EngineConfig::for_model(&self.ex, self.model.info())
@@ -47,22 +110,23 @@ impl Session {
     /// The engine that runs requests on all replicas.
     pub fn engine(&self, tokenizer: Option<Tokenizer>, config: &EngineConfig) -> Result<DpEngine<'_>> {
         let first = (self.model.as_ref(), self.ex.clone(), self.world.clone());
+        let Run { config: run, processes, .. } = &self.run;
         let config = EngineConfig {
-            ranks: match &self.processes {
+            ranks: match processes {
                 // Each has a GPU of its own.
                 _ if self.ex.is_cuda() => 1,
                 Some(processes) => processes.local_world_size(),
-                None => self.parallel.world_size()?,
+                None => run.parallel.world_size()?,
             },
-            eplb: config.eplb.clone().or_else(|| self.eplb.clone()),
-            lockstep: self.parallel.enable_expert_parallel && self.parallel.dp > 1,
+            eplb: config.eplb.clone().or_else(|| run.eplb.clone()),
+            lockstep: run.parallel.enable_expert_parallel && run.parallel.dp > 1,
             ..config.clone()
         };
-        match &self.processes {
+        match processes {
             Some(processes) => {
-                let leaders = processes.leaders(&self.parallel);
+                let leaders = processes.leaders(&run.parallel);
                 let mut engine = DpEngine::over_processes(first, leaders, tokenizer, &config)?;
-                if self.survives {
+                if run.survives() || run.regroups() {
                     engine.survive();
                 }
                 Ok(engine)
@@ -74,7 +138,7 @@ impl Session {
     /// Ends the processes of the other ranks. Without this call they end with an error. Nothing can run on the
     /// session's model afterwards.
     pub fn finish(&mut self) -> Result<()> {
-        self.processes.take().map_or(Ok(()), Processes::finish)
+        self.run.processes.take().map_or(Ok(()), Processes::finish)
     }
 
     /// Keeps the checkpoint's tokenizer, which was read before the model.
@@ -114,17 +178,5 @@ impl Session {
             return Ok(tokenizer.clone());
         }
         tokenizer(self.checkpoint.as_ref(), self.tokenizer)
-    }
-}
-
-/// The embedded tokenizer, or the one in a checkpoint's folder.
-pub(crate) fn tokenizer(
-    checkpoint: Option<&Checkpoint>,
-    embedded: Option<&'static [u8]>,
-) -> Result<Tokenizer> {
-    match (embedded, checkpoint.and_then(|c| c.dir())) {
-        (Some(bytes), _) => Tokenizer::from_bytes(bytes).context("the embedded tokenizer"),
-        (None, Some(dir)) => Tokenizer::from_dir(dir),
-        (None, None) => bail!("a model with random weights has no tokenizer"),
     }
 }

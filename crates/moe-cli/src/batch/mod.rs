@@ -115,7 +115,7 @@ pub fn run(program: &Program, args: &BatchArgs) -> Result<ExitCode> {
     let default =
         EngineConfig { scheduling_policy: SchedulingPolicy::LongestFirst, ..session.engine_defaults() };
     let config = options::engine_config(&args.answer.engine, default);
-    let engine = session.engine(tokenizer.clone(), &config).map_err(|e| usage(format!("{e:#}")))?;
+    let mut engine = session.engine(tokenizer.clone(), &config).map_err(|e| usage(format!("{e:#}")))?;
     let chat = options::chat_files(&args.answer.chat, &session)?;
     let answer = args.answer.chat.answer_form(chat.as_ref(), false)?;
     let parser = parser(args, &session, tokenizer.clone(), answer, engine.max_model_len())?;
@@ -133,28 +133,40 @@ pub fn run(program: &Program, args: &BatchArgs) -> Result<ExitCode> {
     let dp = args.answer.run.parallel.dp;
     let window = window(&config, dp);
     let step_tokens = config.max_num_batched_tokens.saturating_mul(dp);
-    let mut batch = Batch::new(engine, tokenizer, journal, window, step_tokens, progress, metrics);
+    let mut batch = Batch::new(tokenizer.clone(), journal, window, step_tokens, progress, metrics);
     interrupt.begin_run()?;
-    let result = batch.run(&entries, &interrupt);
+    let result = loop {
+        match batch.run(&mut engine, &entries, &interrupt) {
+            Err(_) if engine.has_failed() && session.may_go_on() => {}
+            result => break result,
+        }
+        let unfinished = engine.leave();
+        let config = unfinished.config(&config);
+        let loss;
+        (session, loss) = session.go_on().inspect_err(|_| batch.fail())?;
+        engine = session.engine(tokenizer.clone(), &config).inspect_err(|_| batch.fail())?;
+        engine.take_over(unfinished, &loss);
+    };
     batch.progress.finish();
     batch.progress.earlier_errors = batch.journal.earlier_errors();
     let errors = batch.progress.all_errors();
     let answers = batch.journal.answers + batch.progress.answered - batch.progress.errors;
     let has_answers = errors == 0 || answers > 0;
-    batch.write_metrics(match &result {
+    let state = match &result {
         Ok(true) if has_answers => "finished",
         Ok(false) => "stopped",
         _ => "failed",
-    });
+    };
+    batch.write_metrics(state, &engine.stats());
     hint(&batch.progress);
     hint(&batch.reasons);
     if args.answer.engine.stats {
-        note(format_args!("{}{}", batch.engine.stats(), crate::parallel::experts_report(&batch.engine)));
+        note(format_args!("{}{}", engine.stats(), crate::parallel::experts_report(&engine)));
     }
     let finished = result?;
     let how_to_continue = batch.journal.how_to_continue();
     batch.journal.finish()?;
-    drop(batch.engine);
+    drop(engine);
     session.finish()?;
     if !finished {
         note(format_args!("stopped; {how_to_continue}{}", target.unfinished()));

@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
-use anyhow::Result;
-use moe_engine::engine::{DpEngine, Output, RequestId};
+use anyhow::{Error, Result};
+use moe_engine::engine::{DpEngine, Output, RequestId, Stats};
 use moe_engine::structured::Precompiled;
 use moe_engine::tokenizer::Tokenizer;
 
@@ -39,8 +39,7 @@ struct Line {
 }
 
 /// A run of a batch.
-pub struct Batch<'m> {
-    pub engine: DpEngine<'m>,
+pub struct Batch {
     tokenizer: Option<Tokenizer>,
     pub journal: Journal,
     pub progress: Progress,
@@ -55,12 +54,15 @@ pub struct Batch<'m> {
     lines: HashMap<u64, Line>,
     /// The line of a request, and the index of its first choice.
     owners: HashMap<RequestId, (u64, usize)>,
+    /// Whether there may be more entries.
+    more: bool,
+    /// Why there are no more, if that is an error.
+    fault: Option<Error>,
 }
 
-impl<'m> Batch<'m> {
+impl Batch {
     /// A run that has not begun.
     pub fn new(
-        engine: DpEngine<'m>,
         tokenizer: Option<Tokenizer>,
         journal: Journal,
         window: Window,
@@ -69,7 +71,6 @@ impl<'m> Batch<'m> {
         metrics: Option<Metrics>,
     ) -> Self {
         Self {
-            engine,
             tokenizer,
             journal,
             progress,
@@ -80,53 +81,62 @@ impl<'m> Batch<'m> {
             repeats: Repeats::default(),
             lines: HashMap::new(),
             owners: HashMap::new(),
+            more: true,
+            fault: None,
         }
     }
 
-    /// Answers all entries; false if it was interrupted.
-    pub fn run(&mut self, entries: &Receiver<Result<Entry>>, interrupt: &Interrupt) -> Result<bool> {
-        let mut more = true;
-        let mut fault = None;
-        while more || !self.window.is_empty() || !self.engine.is_idle() {
+    /// Answers all entries; false if it was interrupted. After an error of the engine it may be called again, with an
+    /// engine that has taken over what the other one left.
+    pub fn run(
+        &mut self,
+        engine: &mut DpEngine,
+        entries: &Receiver<Result<Entry>>,
+        interrupt: &Interrupt,
+    ) -> Result<bool> {
+        while self.more || !self.window.is_empty() || !engine.is_idle() {
             if interrupt.requested() {
                 return Ok(false);
             }
-            while more && !interrupt.requested() && self.reads() {
-                match self.next(entries) {
+            while self.more && !interrupt.requested() && self.reads() {
+                match self.next(engine, entries) {
                     Ok(Some(Ok(entry))) => self.read(entry)?,
                     // Lines that were read are still answered, and their answers are kept.
-                    Ok(Some(Err(e))) => (fault, more) = (Some(e), false),
+                    Ok(Some(Err(e))) => (self.fault, self.more) = (Some(e), false),
                     Ok(None) => break,
                     Err(Closed) => {
                         self.progress.input_ended();
-                        more = false;
+                        self.more = false;
                     }
                 }
             }
-            self.fill_engine(more)?;
-            let outputs = self.engine.step()?;
-            self.engine
-                .take_restarted()
-                .into_iter()
-                .for_each(|(request, index)| self.restart(request, index));
+            self.fill_engine(engine)?;
+            let outputs = engine.step()?;
+            engine.take_restarted().into_iter().for_each(|(request, index)| self.restart(request, index));
             outputs.into_iter().try_for_each(|output| self.output(output))?;
-            self.progress.prompts = self.engine.prompt_progress();
+            self.progress.prompts = engine.prompt_progress();
             self.progress.show();
             if self.metrics.as_ref().is_some_and(Metrics::is_due) {
-                self.write_metrics("running");
+                self.write_metrics("running", &engine.stats());
             }
         }
-        match fault {
+        match self.fault.take() {
             Some(e) => Err(e),
             None => Ok(true),
         }
     }
 
     /// Writes a line of metrics, if they are wanted.
-    pub fn write_metrics(&mut self, state: &str) {
+    pub fn write_metrics(&mut self, state: &str, stats: &Stats) {
         if let Some(metrics) = &mut self.metrics {
-            metrics.write(state, &self.progress, &self.engine.stats());
+            metrics.write(state, &self.progress, stats);
         }
+    }
+
+    /// Ends the reports of a run that cannot go on without a rank that it lost.
+    pub fn fail(&mut self) {
+        self.progress.finish();
+        self.write_metrics("failed", &Stats::default());
     }
 
     /// Whether there is room for another line.
@@ -135,8 +145,12 @@ impl<'m> Batch<'m> {
     }
 
     /// The next entry, if there is one now. If there is nothing else to do, it waits briefly for one.
-    fn next(&self, entries: &Receiver<Result<Entry>>) -> Result<Option<Result<Entry>>, Closed> {
-        let is_idle = self.engine.is_idle() && self.window.is_empty();
+    fn next(
+        &self,
+        engine: &DpEngine,
+        entries: &Receiver<Result<Entry>>,
+    ) -> Result<Option<Result<Entry>>, Closed> {
+        let is_idle = engine.is_idle() && self.window.is_empty();
         match entries.recv_timeout(if is_idle { LOOK } else { Duration::ZERO }) {
             Ok(entry) => Ok(Some(entry)),
             Err(RecvTimeoutError::Timeout) => Ok(None),
@@ -185,34 +199,34 @@ impl<'m> Batch<'m> {
 
     /// Gives lines to the engine. From a full window, in which lines find the ones that share their prefix, it gets all
     /// that it has room for. While the window fills, it gets the prompts of a step.
-    fn fill_engine(&mut self, more: bool) -> Result<()> {
+    fn fill_engine(&mut self, engine: &mut DpEngine) -> Result<()> {
         let room = self.window.capacity().div_ceil(2);
         let prompts = self.progress.prompts;
         let mut tokens = prompts.total - prompts.computed;
-        while self.engine.num_unfinished() < room
-            && (!more || self.window.is_full() || tokens < self.step_tokens)
+        while engine.num_unfinished() < room
+            && (!self.more || self.window.is_full() || tokens < self.step_tokens)
             && let Some(line) = self.window.take()
         {
             tokens += line.job.form.prompt_tokens() as usize;
-            self.generate(line)?;
+            self.generate(engine, line)?;
         }
         Ok(())
     }
 
     /// Passes the requests of a line to the engine: all of them or none.
-    fn generate(&mut self, line: Upcoming) -> Result<()> {
+    fn generate(&mut self, engine: &mut DpEngine, line: Upcoming) -> Result<()> {
         let Upcoming { number, key, repeats, job } = line;
         let Job { requests: asked, form, grammar } = *job;
         let mut requests = Vec::with_capacity(asked.len());
         for request in asked {
-            match self.engine.add(request) {
+            match engine.add(request) {
                 Ok(id) => requests.push(id),
                 Err(e) => {
-                    requests.into_iter().try_for_each(|id| self.engine.cancel(id))?;
                     let error = form.refused(e);
                     self.refuse(number, &key, &error)?;
                     let mut followers = self.followers(&key, repeats).into_iter();
-                    return followers.try_for_each(|line| self.refuse(line.number, &line.key, &error));
+                    followers.try_for_each(|line| self.refuse(line.number, &line.key, &error))?;
+                    return Ok(requests.into_iter().try_for_each(|id| engine.cancel(id))?);
                 }
             }
         }

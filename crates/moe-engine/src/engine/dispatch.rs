@@ -34,8 +34,8 @@ pub(super) struct Dispatcher {
     /// A rank that has fewer choices than this gets another request.
     room: usize,
     ranks: Vec<Load>,
-    /// Whether requests are kept until they end, because their rank may be lost.
-    keeps: bool,
+    /// The first rank whose requests are kept until they end, because it may be lost.
+    keeps_from: usize,
     waiting: BTreeMap<Turn, Waiting>,
     /// How many waiting requests are kept for the end: now, and at most.
     last: [usize; 2],
@@ -133,7 +133,7 @@ impl Dispatcher {
             max_model_len,
             room,
             ranks: vec![Load::default(); num_ranks],
-            keeps: false,
+            keeps_from: usize::MAX,
             waiting: BTreeMap::new(),
             last: [0, kept_for_the_end(max_num_seqs).saturating_mul(num_ranks)],
             deadlines: BTreeSet::new(),
@@ -143,9 +143,9 @@ impl Dispatcher {
         }
     }
 
-    /// Keeps requests of all ranks but the first, so that [`lose`](Self::lose) can give them to other ranks.
-    pub fn keep_requests(&mut self) {
-        self.keeps = true;
+    /// Keeps the requests of this rank and later ones, so that [`lose`](Self::lose) can give them to other ranks.
+    pub fn keep_requests(&mut self, from: usize) {
+        self.keeps_from = from;
     }
 
     /// The largest length of a sequence, prompt and output.
@@ -242,7 +242,7 @@ impl Dispatcher {
         let id = RequestId(turn.2);
         let known = self.requests.get_mut(&id)?;
         known.place = Place::Rank(rank);
-        known.kept = (self.keeps && rank > 0).then(|| (waiting.request.clone(), waiting.added));
+        known.kept = (rank >= self.keeps_from).then(|| (waiting.request.clone(), waiting.added));
         let load = &mut self.ranks[rank];
         load.unfinished += known.running();
         load.work = load.work.saturating_add(known.work.saturating_mul(known.running()));
@@ -293,9 +293,21 @@ impl Dispatcher {
     /// that have not ended begin again on other ranks.
     pub fn lose(&mut self, rank: usize) -> Left {
         self.ranks[rank] = Load { lost: true, ..Load::default() };
+        self.take_back(|place| place == rank)
+    }
+
+    /// Takes the requests of all ranks back, and goes on with the ranks of `new`, which has no requests yet.
+    pub fn move_to(&mut self, new: Self) -> Left {
+        self.room = new.room;
+        self.ranks = new.ranks;
+        self.last[1] = new.last[1];
+        self.take_back(|_| true)
+    }
+
+    fn take_back(&mut self, is_lost: impl Fn(usize) -> bool) -> Left {
         let mut left = Left::default();
         for (&id, known) in &mut self.requests {
-            if !matches!(known.place, Place::Rank(place) if place == rank) {
+            if !matches!(known.place, Place::Rank(place) if is_lost(place)) {
                 continue;
             }
             let Some((request, added)) = known.kept.take() else { continue };

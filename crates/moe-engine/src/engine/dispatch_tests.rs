@@ -83,7 +83,7 @@ fn the_policy_orders_what_waits_and_choices_count() {
 #[test]
 fn what_a_lost_rank_ran_goes_to_the_others_once() {
     let mut dispatcher = Dispatcher::new(FCFS, 3, 1, 50);
-    dispatcher.keep_requests();
+    dispatcher.keep_requests(1);
     let several = Request { n: 2, ..request(1, 10) };
     let ids = [request(1, 40), several, request(1, 10), request(1, 30), request(1, 5)]
         .map(|request| dispatcher.add(request));
@@ -134,4 +134,29 @@ fn who_is_late_or_in_a_hurry_does_not_wait_for_room() {
     assert_eq!(dispatcher.hurry(ids[4]).map(|assigned| assigned.id), Some(ids[4]));
     assert!(dispatcher.hurry(RequestId(77)).is_none() && dispatcher.rank_of(RequestId(77)).is_none());
     assert!(dispatcher.waiting.is_empty() && dispatcher.deadlines.is_empty());
+}
+
+#[test]
+fn what_all_ranks_ran_goes_to_fewer_ranks_once() {
+    let mut dispatcher = Dispatcher::new(FCFS, 3, 1, 50);
+    dispatcher.keep_requests(0);
+    let several = Request { n: 2, ..request(1, 10) };
+    let ids = [several, request(1, 10), request(1, 10), request(1, 10), request(1, 10)]
+        .map(|request| dispatcher.add(request));
+    assert_eq!(given(&mut dispatcher), [(0, 0), (1, 1), (2, 2), (1, 3), (2, 4)]);
+    dispatcher.reported(&end(ids[0]));
+    dispatcher.reported(&end(ids[1]));
+    dispatcher.cancelled(ids[2]);
+    let last = dispatcher.add(request(1, 10));
+    let left = dispatcher.move_to(Dispatcher::new(FCFS, 2, 1, 50));
+    let mut restarted = left.restarted;
+    restarted.sort_unstable();
+    assert_eq!(restarted, [(ids[0], 1), (ids[2], 0), (ids[3], 0), (ids[4], 0)]);
+    assert_eq!((left.cancelled, dispatcher.num_unfinished()), (vec![ids[2]], 5));
+    assert_eq!(given(&mut dispatcher), [(0, 0), (1, 2), (1, 3)]);
+    // The choice that had ended runs again for the other one's sake, and tells nothing.
+    assert!(!dispatcher.report(&end(ids[0])) && dispatcher.report(&Output { choice: 1, ..end(ids[0]) }));
+    assert!(dispatcher.report(&end(ids[3])) && dispatcher.report(&end(ids[2])));
+    assert_eq!(given(&mut dispatcher), [(0, 4), (1, last.0)]);
+    assert!(dispatcher.report(&end(ids[4])) && dispatcher.report(&end(last)) && dispatcher.is_empty());
 }

@@ -172,6 +172,11 @@ impl<'m> DpEngine<'m> {
         }
     }
 
+    /// Whether a step has failed, so that every further one fails, too.
+    pub fn has_failed(&self) -> bool {
+        self.failure.is_some()
+    }
+
     /// Whether there is nothing left to run or to report.
     pub fn is_idle(&self) -> bool {
         let told = |rank: &Arrived| rank.last && rank.outputs.is_empty() && rank.loads.is_empty();

@@ -17,7 +17,7 @@ impl DpEngine<'_> {
     pub(super) fn keep_loads(&mut self) -> Result<Vec<StepLoad>> {
         let mut loads: Vec<StepLoad> =
             self.arrived.iter_mut().flat_map(|rank| std::mem::take(&mut rank.loads)).collect();
-        if !self.peers.is_empty() {
+        if !self.peers.is_empty() || self.steps > 0 {
             if self.lockstep {
                 let all = loads.into_iter().reduce(|mut all, part| {
                     all.decode_rows += part.decode_rows;

@@ -67,6 +67,7 @@ pub use config::{EngineConfig, SchedulingPolicy};
 #[cfg(feature = "cuda")]
 pub(crate) use device::DeviceRunner;
 pub use dp::DpEngine;
+pub use lost::Unfinished;
 pub(crate) use memory::available as available_memory;
 pub use memory::host as host_memory;
 pub use prompt_progress::PromptProgress;

@@ -15,6 +15,7 @@ mod messages;
 mod nccl;
 mod processes;
 mod ranks;
+mod regroup;
 mod step_message;
 pub(crate) mod wire;
 
@@ -25,3 +26,4 @@ pub use processes::started_by_rank_0;
 pub(crate) use processes::{Processes, Ranks};
 pub(crate) use ranks::AbortOnPanic;
 pub use ranks::{LocalRanks, Rank};
+pub(crate) use regroup::Hosts;

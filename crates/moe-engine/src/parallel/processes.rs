@@ -4,6 +4,7 @@
 //! successfully. If a process ends in another way, or if the driver is dropped, all of them fail.
 
 use std::net::{Ipv4Addr, TcpListener, ToSocketAddrs};
+use std::ops::Range;
 use std::process::{Child, Command, Stdio};
 #[cfg(feature = "nccl")]
 use std::sync::OnceLock;
@@ -50,7 +51,7 @@ pub(crate) enum Ranks {
 
 /// The process of one rank, as a part of the run.
 pub(crate) struct Processes {
-    world: Arc<SocketComm>,
+    pub(super) world: Arc<SocketComm>,
     pub messages: Messages,
     /// The longest time that a collective may take.
     #[cfg_attr(not(feature = "nccl"), allow(dead_code))]
@@ -58,7 +59,11 @@ pub(crate) struct Processes {
     /// This rank's number among the ranks of its host. It is also the number of its GPU.
     pub local_rank: usize,
     /// Number of ranks on this host, if it is known.
-    local_world_size: Option<usize>,
+    pub(super) local_world_size: Option<usize>,
+    /// The ranks that this host had at first, or all ranks if that is not known.
+    pub(super) host: Range<usize>,
+    /// Number of replicas at first.
+    pub replicas: usize,
     /// Number of ranks of a tensor-parallel group.
     tp: usize,
     /// This rank's GPU among the GPUs of the other ranks, if the ranks run on GPUs.
@@ -106,15 +111,22 @@ impl Processes {
         if config.survives() {
             comm.survive_replicas(config.parallel.tp);
         }
+        if config.regroups() {
+            comm.survive_by_regrouping(config.parallel.tp);
+        }
         end_with_world(&comm)?;
         end_with_parent(true)?;
-        let Launch { local_rank, local_world_size, .. } = launch;
+        let Launch { rank, local_rank, local_world_size, .. } = launch;
+        let first = rank.saturating_sub(local_rank);
+        let host = local_world_size.map_or(0..launch.world_size, |ranks| first..first + ranks);
         Ok(Some(Self {
             messages: comm.messages(),
             world: Arc::new(comm),
             limit: timeouts.collective,
             local_rank,
             local_world_size,
+            host,
+            replicas: config.parallel.dp,
             tp: config.parallel.tp,
             #[cfg(feature = "nccl")]
             devices: OnceLock::new(),
@@ -137,6 +149,11 @@ impl Processes {
         }
         let _ = ex;
         Ok(None)
+    }
+
+    /// Number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.world.world_size()
     }
 
     /// This process's rank in the world.
@@ -210,7 +227,13 @@ impl Processes {
             _ => 0..0,
         };
         self.finished = true;
-        told.into_iter().try_for_each(|rank| self.messages.send(rank, b""))?;
+        let sent = told.into_iter().try_for_each(|rank| self.messages.send(rank, b""));
+        if rank == 0 && self.may_regroup() {
+            // A rank was lost after the last step. There is nothing left that another rank would have to do.
+            self.world.fail_world("the run is done");
+            return self.children.wait(|_| true);
+        }
+        sent?;
         #[cfg(feature = "nccl")]
         if let Some(devices) = self.devices.get() {
             devices.leave(&self.world)?;
@@ -225,7 +248,7 @@ impl Processes {
 impl Drop for Processes {
     fn drop(&mut self) {
         if !self.finished {
-            self.world.abort("it ended before its work was done");
+            self.world.fail_world("it ended before its work was done");
         }
     }
 }

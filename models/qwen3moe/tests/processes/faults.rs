@@ -87,21 +87,23 @@ impl Batch {
     }
 }
 
-#[test]
-fn a_rank_that_is_killed_ends_all_and_a_rerun_completes() {
-    kill_each_rank(&GEOMETRY, 0..4, 60);
-}
-
 /// Without the first replica nothing goes on.
 #[test]
 fn a_rank_of_the_first_replica_that_is_killed_ends_all_and_a_rerun_completes() {
     kill_each_rank(&REPLICAS, 0..2, 200);
+    kill_each_rank(&GEOMETRY, 0..2, 60);
+}
+
+/// Without data parallelism nothing goes on, either.
+#[test]
+fn a_rank_that_is_killed_ends_all_and_a_rerun_completes() {
+    kill_each_rank(&["--tp", "4", "--enable-expert-parallel", "--log=warn"], 0..4, 60);
 }
 
 /// Experts are being moved between ranks in nearly every step.
 #[test]
 fn a_rank_that_is_killed_while_experts_move_ends_all_and_a_rerun_completes() {
-    kill_each_rank(&MOVING, 0..4, 60);
+    kill_each_rank(&MOVING, 0..2, 60);
 }
 
 fn kill_each_rank(geometry: &[&str], ranks: Range<usize>, max_tokens: usize) {

@@ -1,5 +1,5 @@
-//! A batch whose replicas share nothing goes on without the ones that are killed or stopped: every line is answered
-//! once, as one rank answers it.
+//! A batch goes on without the replicas that are killed or stopped, and every line is answered once, as by one rank.
+//! If replicas share experts, the ranks that are left load the model again.
 
 use std::fs;
 use std::process::Child;
@@ -8,7 +8,7 @@ use std::time::Instant;
 use serde_json::Value;
 
 use super::faults::{Batch, SOON, processes, signal, wait_until};
-use super::{answers, stderr};
+use super::{MOVING, answers, stderr};
 
 /// The lines of standard error that say that a replica is lost.
 fn losses(stderr: &str) -> Vec<&str> {
@@ -99,4 +99,91 @@ fn a_batch_goes_on_without_a_stopped_replica() {
     let losses = losses(&said);
     assert!(losses.len() == 1 && losses[0].contains("rank 1 stalled"), "{said}");
     assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
+}
+
+/// Experts that move as often as they can, with as many redundant ones as the ranks need at first: all have the same
+/// number of slots.
+fn balancing(redundant: &str) -> Vec<&str> {
+    [&["--num-redundant-experts", redundant], &MOVING[7..]].concat()
+}
+
+/// Replicas that share experts, by one of the backends.
+fn sharing<'a>(dp: &'a str, backend: &'a str) -> Vec<&'a str> {
+    vec!["--dp", dp, "--enable-expert-parallel", "--moe-ep-backend", backend, "--log=warn"]
+}
+
+/// What happens to a rank.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Fate {
+    Killed,
+    /// Its process is stopped. That counts after the time limit, here ten seconds.
+    Stopped,
+}
+
+/// Ends ranks one after the other, each when a number of records is written. After each the run goes on with as many
+/// replicas as said.
+fn lose_ranks(
+    geometry: &[&str],
+    fate: Fate,
+    (lines, max_tokens): (usize, usize),
+    lost: &[(usize, usize, &str)],
+) {
+    let want = answers_of_one_rank(lines, max_tokens);
+    let batch = Batch::new(lines, max_tokens);
+    let (signal, limit, how) = match fate {
+        Fate::Killed => ("-KILL", "300", "died"),
+        Fate::Stopped => ("-STOP", "10", "stalled"),
+    };
+    let run = batch.spawn(geometry, limit);
+    for &(rank, records, _) in lost {
+        wait_for_records(&batch, records);
+        signal_rank(&batch, signal, rank);
+    }
+    let said = ends_with(&batch, run, &want);
+    let losses = losses(&said);
+    assert_eq!(losses.len(), lost.len(), "{geometry:?} {fate:?}: {said}");
+    for (&(rank, _, left), line) in lost.iter().zip(&losses) {
+        assert!(line.contains(&format!("rank {rank} {how}")), "{geometry:?}: {line}");
+        assert!(
+            line.contains(&format!("goes on with {left} replicas, which loaded the lost experts in")),
+            "{line}"
+        );
+        assert!(line.contains("begin again") || line.contains("begins again"), "{line}");
+    }
+    eprintln!("{geometry:?} {fate:?}: {losses:?}");
+}
+
+#[test]
+fn the_experts_of_a_killed_rank_are_loaded_by_the_others() {
+    lose_ranks(&sharing("3", "allgather_reducescatter"), Fate::Killed, (60, 60), &[(1, 6, "2 of 3")]);
+    lose_ranks(&sharing("4", "deepep"), Fate::Killed, (60, 60), &[(3, 6, "3 of 4"), (1, 24, "2 of 4")]);
+}
+
+#[test]
+fn the_experts_of_a_stopped_rank_are_loaded_by_the_others() {
+    lose_ranks(&sharing("3", "deepep"), Fate::Stopped, (60, 60), &[(2, 6, "2 of 3")]);
+}
+
+/// The first replica is left alone, and experts still move between its ranks.
+#[test]
+fn a_rank_is_lost_while_experts_move() {
+    let geometry = [&["--tp", "2"], &sharing("2", "auto")[..], &balancing("4")].concat();
+    lose_ranks(&geometry, Fate::Killed, (24, 60), &[(3, 6, "1 of 2")]);
+    let geometry = [sharing("3", "deepep"), balancing("2")].concat();
+    lose_ranks(&geometry, Fate::Killed, (40, 60), &[(1, 6, "2 of 3")]);
+}
+
+#[test]
+#[ignore = "minutes"]
+fn batches_of_500_go_on_without_a_rank_whose_experts_all_need() {
+    for fate in [Fate::Killed, Fate::Stopped] {
+        for backend in ["allgather_reducescatter", "deepep"] {
+            for (dp, left, redundant) in [("3", "2 of 3", "2"), ("4", "3 of 4", "4")] {
+                for more in [Vec::new(), balancing(redundant)] {
+                    let geometry = [sharing(dp, backend), more].concat();
+                    lose_ranks(&geometry, fate, (500, 40), &[(2, 150, left)]);
+                }
+            }
+        }
+    }
 }
