@@ -89,8 +89,8 @@ impl Session {
         self.run.may_go_on()
     }
 
-    /// Loads the model again on the ranks that are left, after the loss of one whose experts all need. The engine of
-    /// this session was [left](DpEngine::leave), and a new one takes over its requests.
+    /// Loads the model again on the ranks that are left, after the loss of a rank whose experts all ranks need. Before
+    /// that the engine is [left](DpEngine::leave), and afterwards a new one takes over its requests.
     ///
     /// # Errors
     /// The ranks that are left cannot hold the model, or no rank was lost. All of them then end.

@@ -290,9 +290,9 @@ fn describe(bounds: &Bounds) -> String {
     format!("an integer from {} to {}", bounds.start(), bounds.end())
 }
 
-/// Keys of the root that count for the text part, too, whatever the text part says.
+/// Keys whose value at the root is used, even if the text part has the key.
 const OF_THE_WHOLE: [&str; 3] = ["model_type", "architectures", "tie_word_embeddings"];
-/// Keys of the root that count where the text part has none of the same group.
+/// Keys of the root that are used where the text part has no key of the same group.
 const OF_THE_PARTS: [&[&str]; 5] = [
     &["quantization_config", "compression_config"],
     &["dtype", "torch_dtype"],
