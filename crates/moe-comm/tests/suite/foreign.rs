@@ -66,11 +66,18 @@ pub fn connect(port: u16) -> TcpStream {
     }
 }
 
+/// What comes before the body of each message: the program's name, the version of its protocol, the byte order and the
+/// length of the body, `len`.
+pub fn prefix(len: u32) -> [u8; 20] {
+    let mut bytes = *b"moe-comm\x04\0\0\0________";
+    bytes[12..16].copy_from_slice(&0x0102_0304u32.to_ne_bytes());
+    bytes[16..].copy_from_slice(&len.to_le_bytes());
+    bytes
+}
+
 pub fn say(stream: &mut TcpStream, message: &impl Serialize) {
     let body = postcard::to_stdvec(message).unwrap();
-    let mut bytes = b"moe-comm\x04\0\0\0".to_vec();
-    bytes.extend(0x0102_0304u32.to_ne_bytes());
-    bytes.extend((body.len() as u32).to_le_bytes());
+    let mut bytes = prefix(body.len() as u32).to_vec();
     bytes.extend(body);
     stream.write_all(&bytes).unwrap();
 }
