@@ -83,7 +83,8 @@ impl Messages {
     }
 
     /// The next message of any of these ranks, with its sender, or the end of one of them. `from` has at least one
-    /// rank. All messages of a rank come before its end, and its end comes again in each call that names the rank.
+    /// rank. All messages of a rank come before its end, except what arrives after another rank has reported that it is
+    /// lost. Its end comes again in each call that names the rank.
     ///
     /// # Errors
     /// The world has failed.
