@@ -25,7 +25,7 @@ fn info() -> ModelInfo {
 
 fuzz_target!(|bytes: &[u8]| {
     let [kind, bytes @ ..] = bytes else { return };
-    let kind = match kind % 5 {
+    let kind = match kind % 6 {
         0 => return drop(moe_comm::check_frames(bytes).map_err(|e| e.to_string())),
         1 => {
             let [len, bytes @ ..] = bytes else { return };
@@ -34,6 +34,7 @@ fuzz_target!(|bytes: &[u8]| {
         }
         2 => MessageKind::Group,
         3 => MessageKind::Question,
+        5 => return drop(moe_comm::check_formed(bytes, 5).map_err(|e| e.to_string())),
         _ => MessageKind::Reply { prompt: 5 },
     };
     let _ = check_message(kind, bytes, &info()).map_err(|e| format!("{e:#}"));

@@ -131,6 +131,7 @@ impl RunArgs {
             eplb: self.parallel.placements.eplb(),
             expert_offload: self.expert_offload,
             survive_lost_replicas: false,
+            skip_memory_check: self.skip_memory_check,
         }
     }
 }

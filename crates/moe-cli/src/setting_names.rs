@@ -6,7 +6,7 @@ use std::borrow::Cow;
 use std::io::{self, Write};
 
 /// The text in messages of libraries, and the text for the command line.
-const FLAGS: [(&str, &str); 47] = [
+const FLAGS: [(&str, &str); 48] = [
     ("`backend`", "--moe-ep-backend"),
     ("`batch_invariant`", "--batch-invariant"),
     ("`block_size`", "--block-size"),
@@ -51,6 +51,7 @@ const FLAGS: [(&str, &str); 47] = [
     ("`prefix_state_memory`", "--prefix-state-memory"),
     ("`replicas`", "--expert-replicas"),
     ("`shared_experts_stream`", "--shared-experts-stream"),
+    ("`skip_memory_check`", "--skip-memory-check"),
     ("`tp`", "--tp"),
     ("leave out this check (`check_memory`)", "add --skip-memory-check"),
     ("a run over token ids needs no tokenizer", "--skip-tokenizer-init runs token ids"),

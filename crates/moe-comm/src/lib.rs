@@ -64,7 +64,8 @@ pub use row_parallel::{RowParallel, reduce_segments_into, shares};
 pub use run::{run_ranks, run_ranks_with};
 pub use shard::{HeadShard, RowShard};
 pub use socket::{
-    Join, Messages, News, SocketComm, SocketTimeouts, WORLD_SECRET, Watch, WorldSecret, check_frames,
+    Join, Messages, News, SocketComm, SocketTimeouts, WORLD_SECRET, Watch, WorldSecret, check_formed,
+    check_frames,
 };
 pub use supervised::{Supervised, Supervisor};
 pub use thread::ThreadComm;

@@ -64,6 +64,9 @@ impl Run {
 
     /// Checks that the ranks that are left can hold the model.
     fn check_left(&self, opened: &Opened, hosts: &Hosts) -> Result<()> {
+        if self.config.skip_memory_check {
+            return Ok(());
+        }
         let ranks = hosts.values().map(|(_, ranks)| ranks.len()).sum();
         let config = self.config_of(opened, ranks)?;
         for (free, ranks) in hosts.values() {
@@ -81,7 +84,8 @@ fn check_room(need: &Footprint, free: Option<u64>, ranks: usize) -> Result<()> {
     ensure!(
         need <= free,
         "the run cannot go on without a lost rank: with its experts the {ranks} ranks that are left on a host need {} of \
-         memory, and {} are free; a rerun continues the output, with more memory or as many ranks as before",
+         memory, and {} are free; a rerun continues the output, with more memory or as many ranks as before (with \
+         `skip_memory_check` the run loads them all the same)",
         gib(need),
         gib(free)
     );
@@ -124,5 +128,6 @@ mod tests {
         let error = check_room(&need, Some((4 << 30) - 1), 2).unwrap_err().to_string();
         assert!(error.contains("2 ranks that are left on a host need 4.00 GiB"), "{error}");
         assert!(error.contains("a rerun continues the output"), "{error}");
+        assert!(error.contains("`skip_memory_check`"), "{error}");
     }
 }

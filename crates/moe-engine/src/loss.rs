@@ -14,6 +14,14 @@ pub struct Loss {
     pub loading: Duration,
 }
 
+impl Loss {
+    /// This loss and one that followed before the run had gone on.
+    pub fn and(mut self, later: Self) -> Self {
+        self.why.extend(later.why);
+        Self { why: self.why, left: later.left, loading: self.loading + later.loading }
+    }
+}
+
 impl fmt::Display for Loss {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [left, all] = self.left;

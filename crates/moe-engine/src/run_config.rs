@@ -52,6 +52,8 @@ pub struct RunConfig {
     /// Whether the run goes on when a data-parallel replica in other processes is lost, as long as the first one runs.
     /// On the CPU replicas that share their experts then load them again; on GPUs they end together.
     pub survive_lost_replicas: bool,
+    /// Whether a run goes on without a lost rank however little memory is free.
+    pub skip_memory_check: bool,
     /// Whether and how MoE layers cut their tokens.
     pub chunked_moe: ChunkedMoe,
     /// Which experts each rank holds.

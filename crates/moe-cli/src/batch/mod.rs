@@ -142,9 +142,18 @@ pub fn run(program: &Program, args: &BatchArgs) -> Result<ExitCode> {
         }
         let unfinished = engine.leave();
         let config = unfinished.config(&config);
-        let loss;
+        let mut loss;
         (session, loss) = session.go_on().inspect_err(|_| batch.fail())?;
-        engine = session.engine(tokenizer.clone(), &config).inspect_err(|_| batch.fail())?;
+        engine = loop {
+            match session.engine(tokenizer.clone(), &config) {
+                Err(_) if session.may_go_on() => {}
+                engine => break engine.inspect_err(|_| batch.fail())?,
+            }
+            // Another rank was lost before the first step.
+            let later;
+            (session, later) = session.go_on().inspect_err(|_| batch.fail())?;
+            loss = loss.and(later);
+        };
         engine.take_over(unfinished, &loss);
     };
     batch.progress.finish();

@@ -28,6 +28,7 @@ mod world;
 pub use comm::SocketComm;
 pub use frame::check_frames;
 pub use messages::{Messages, News, Watch};
+pub use regroup::check_formed;
 pub use rendezvous::Join;
 pub use secret::{WORLD_SECRET, WorldSecret};
 pub use timeouts::SocketTimeouts;

@@ -89,8 +89,8 @@ impl SocketComm {
         }
         check(&facts)?;
         let group = world.new_group();
-        let formed = postcard::to_stdvec(&(group, &members)).map_err(Error::wrap)?;
-        members.iter().skip(1).try_for_each(|&rank| messages.send(rank, &formed))?;
+        let told = postcard::to_stdvec(&(group, &members)).map_err(Error::wrap)?;
+        members.iter().skip(1).try_for_each(|&rank| messages.send(rank, &told))?;
         self.form(messages.generation, group, members)
     }
 
@@ -126,15 +126,8 @@ impl SocketComm {
     /// Any other rank learns which ranks go on.
     fn follow(&self, messages: &Messages, facts: &[u8]) -> Result<Self> {
         messages.send(0, facts)?;
-        let Some(formed) = messages.recv(0)? else { bail!("rank 0 left while the others waited for it") };
-        let (group, members): (u64, Vec<usize>) = match postcard::take_from_bytes(&formed) {
-            Ok((formed, [])) => formed,
-            _ => bail!("rank 0 sent no ranks that go on"),
-        };
-        let in_order = members.is_sorted_by(|a, b| a < b) && members.first() == Some(&0);
-        if !in_order || members.last() >= Some(&self.world().size()) || !World::is_group_of(0, group) {
-            bail!("rank 0 names ranks that cannot go on: {members:?}, as group {group}")
-        }
+        let Some(told) = messages.recv(0)? else { bail!("rank 0 left while the others waited for it") };
+        let Formed { group, members } = Formed::read(&told, self.world().size())?;
         self.form(messages.generation, group, members)
     }
 
@@ -142,5 +135,60 @@ impl SocketComm {
         let formed = self.of_generation(generation, group, members)?;
         self.world().form(generation, &formed.members);
         Ok(formed)
+    }
+}
+
+/// The ranks that go on.
+struct Formed {
+    /// The id of their communicator.
+    group: u64,
+    members: Vec<usize>,
+}
+
+impl Formed {
+    /// Reads what rank 0 of a world of `size` ranks sends.
+    fn read(told: &[u8], size: usize) -> Result<Self> {
+        let (group, members): (u64, Vec<usize>) = match postcard::take_from_bytes(told) {
+            Ok((formed, [])) => formed,
+            _ => bail!("rank 0 sent no ranks that go on"),
+        };
+        let in_order = members.is_sorted_by(|a, b| a < b) && members.first() == Some(&0);
+        if !in_order || members.last() >= Some(&size) || !World::is_group_of(0, group) {
+            bail!("rank 0 names ranks that cannot go on: {members:?} of {size}, as group {group}")
+        }
+        Ok(Self { group, members })
+    }
+}
+
+/// Reads which ranks go on after a loss, as a rank of a world of `size` ranks reads it from rank 0. Returns their number.
+///
+/// # Errors
+/// Any error that keeps the rank from going on with them.
+pub fn check_formed(told: &[u8], size: usize) -> Result<usize> {
+    Formed::read(told, size).map(|formed| formed.members.len())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_ranks_of_the_world_in_order_go_on() -> Result<()> {
+        let told =
+            |group: u64, members: &[usize]| postcard::to_stdvec(&(group, members)).map_err(Error::wrap);
+        assert_eq!(check_formed(&told(7, &[0, 2, 3])?, 4)?, 3);
+        let wrong =
+            [(7, &[1, 2][..]), (7, &[0, 4]), (7, &[0, 2, 2]), (7, &[]), (0, &[0, 1]), (1 << 40 | 1, &[0, 1])];
+        for (group, members) in wrong {
+            let error = check_formed(&told(group, members)?, 4).unwrap_err().to_string();
+            assert!(error.contains("cannot go on") && error.contains("of 4"), "{error}");
+        }
+        let mut longer = told(7, &[0, 1])?;
+        longer.push(0);
+        for told in [&longer[..], &longer[..2], &[]] {
+            let error = check_formed(told, 4).unwrap_err().to_string();
+            assert!(error.contains("sent no ranks"), "{error}");
+        }
+        Ok(())
     }
 }

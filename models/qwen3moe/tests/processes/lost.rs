@@ -3,7 +3,8 @@
 
 use std::fs;
 use std::process::Child;
-use std::time::Instant;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
@@ -157,6 +158,35 @@ fn lose_ranks(
 fn the_experts_of_a_killed_rank_are_loaded_by_the_others() {
     lose_ranks(&sharing("3", "allgather_reducescatter"), Fate::Killed, (60, 60), &[(1, 6, "2 of 3")]);
     lose_ranks(&sharing("4", "deepep"), Fate::Killed, (60, 60), &[(3, 6, "3 of 4"), (1, 24, "2 of 4")]);
+}
+
+/// A single rank is left, without ranks to share experts with.
+#[test]
+fn the_last_rank_loads_all_experts() {
+    lose_ranks(&sharing("2", "deepep"), Fate::Killed, (40, 60), &[(1, 6, "1 of 2")]);
+}
+
+/// The second rank is lost while the others form the world again, load the model, or start its engine.
+#[test]
+fn another_rank_is_lost_before_the_run_has_gone_on() {
+    let want = answers_of_one_rank(40, 60);
+    for pause in [0, 10, 40, 80, 160] {
+        let batch = Batch::new(40, 60);
+        let run = batch.spawn(&sharing("4", "deepep"), "300");
+        wait_for_records(&batch, 6);
+        signal_rank(&batch, "-KILL", 3);
+        sleep(Duration::from_millis(pause));
+        signal_rank(&batch, "-KILL", 1);
+        let said = ends_with(&batch, run, &want);
+        let losses = losses(&said);
+        let last = losses.last().copied().unwrap_or_default();
+        assert!(last.contains("goes on with 2 of 4 replicas"), "after {pause} ms: {said}");
+        for rank in [1, 3] {
+            let told = losses.iter().filter(|line| line.contains(&format!("rank {rank} died"))).count();
+            assert_eq!(told, 1, "after {pause} ms: {said}");
+        }
+        eprintln!("after {pause} ms: {losses:?}");
+    }
 }
 
 #[test]
