@@ -273,7 +273,6 @@ fn the_plan_counts_floats_as_floats() {
         for spec in &layout.tensors {
             let elements: usize = spec.shape.iter().product();
             let bytes = match (spec.name.strip_suffix(".weight"), spec.shape.as_slice()) {
-                (Some("model.embed_tokens"), _) => 2 * elements,
                 // Gates keep their digits.
                 _ if layout.exact.contains(&spec.name) => 4 * elements,
                 (Some(module), &[n, k]) => {

@@ -166,6 +166,23 @@ impl Embedding {
         Self::new(vb.get((vocab_size, hidden_size), "weight")?)
     }
 
+    /// [`load`](Self::load) on a rank. On the CPU a table that the file has quantised stays so. Devices look rows up in
+    /// floats.
+    ///
+    /// # Errors
+    /// A missing or wrongly shaped tensor; a quantised one that is not what the header says.
+    pub fn load_on(
+        vocab_size: usize,
+        hidden_size: usize,
+        vb: VarBuilder,
+        context: &BlockContext,
+    ) -> Result<Self> {
+        if !vb.device().is_cpu() {
+            return Self::load(vocab_size, hidden_size, vb);
+        }
+        load_weight(&vb, &[("", vocab_size)], hidden_size, QuantUse::Linear, context).map(Self::of)
+    }
+
     /// Makes this one rank's part of the rows of a table.
     #[must_use]
     pub fn with_vocab_parallel(self, ranks: impl Into<Option<VocabParallel>>) -> Self {

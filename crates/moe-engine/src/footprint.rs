@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use candle_core::DType;
 use model_runtime::{Config, Geometry, LayerStates, QuantConfig, QuantScheme, TensorLayout, is_gate_up_pack};
 
+use crate::device::DeviceChoice;
 use crate::engine::EngineConfig;
 use crate::error::{Context, Result, usage};
 use crate::family::ModelSpec;
@@ -60,9 +61,11 @@ impl Footprint {
         for rank in ranks {
             let layout = model.layout(&run.parallel.geometry(rank)?, &has)?;
             let decoder = model.decoder();
-            let embedding = decoder.names.embedding;
-            sum.add(&layout, quantisation, embedding, copies_of_experts(raw, run)?, dtype)?;
-            if let Some(config) = quantisation.filter(|_| decoder.tie_word_embeddings) {
+            // A GPU looks rows of the embedding up in floats, however a GGUF file stores it.
+            let floats = Some(decoder.names.embedding).filter(|_| run.device != DeviceChoice::Cpu);
+            sum.add(&layout, quantisation, floats, copies_of_experts(raw, run)?, dtype)?;
+            if let (Some(config), Some(embedding), true) = (quantisation, floats, decoder.tie_word_embeddings)
+            {
                 // Tied to an embedding that the file has quantised, the projection is a matrix of its own.
                 let scheme = config.scheme_of(embedding)?;
                 if scheme != QuantScheme::NONE {
@@ -74,12 +77,12 @@ impl Footprint {
         Ok(sum)
     }
 
-    /// Adds a rank that has `copies` copies of each expert on average.
+    /// Adds a rank that has `copies` copies of each expert on average, and the module `floats` in floats.
     fn add(
         &mut self,
         layout: &TensorLayout,
         quantisation: Option<&QuantConfig>,
-        embedding: &str,
+        floats: Option<&str>,
         copies: f64,
         dtype: DType,
     ) -> Result<()> {
@@ -95,8 +98,7 @@ impl Footprint {
             let name = held.stored.name.as_str();
             let are_floats = held.stored.shape.len() != 2 || layout.floats.contains(name);
             let scheme = match (quantisation, name.strip_suffix(".weight")) {
-                // An embedding is held in floats, however a GGUF file stores it.
-                (Some(config), Some(module)) if !are_floats && module != embedding => {
+                (Some(config), Some(module)) if !are_floats && Some(module) != floats => {
                     config.scheme_of(module)?
                 }
                 _ => QuantScheme::NONE,
@@ -235,7 +237,7 @@ pub fn mtp_bytes(
     let has = |name: &str| quantisation.is_none() || !is_gate_up_pack(name);
     let mut sum = Footprint::default();
     let layout = mtp.layout(&Geometry::default(), &has)?;
-    sum.add(&layout, quantisation, model.decoder().names.embedding, 1.0, dtype)?;
+    sum.add(&layout, quantisation, None, 1.0, dtype)?;
     Ok(Some(sum.weights))
 }
 

@@ -86,7 +86,7 @@ fn a_gate_that_keeps_its_digits_is_counted_in_f32() {
         layout.whole("norm.weight", &[8]);
         layout.exact.extend(exact.iter().map(|name| name.to_string()));
         let mut footprint = Footprint::default();
-        footprint.add(&layout, None, "embed", 1.0, dtype).unwrap();
+        footprint.add(&layout, None, None, 1.0, dtype).unwrap();
         (footprint.weights, footprint.copies)
     };
     assert_eq!(bytes(DType::BF16, &[]), (2 * (32 + 8), 2 * 32));

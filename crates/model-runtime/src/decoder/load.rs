@@ -160,18 +160,18 @@ impl Ends {
         let tp = &context.groups.tp;
         let vocab = (context.geometry.tp_size > 1).then(|| VocabParallel::new(config.vocab_size, tp.clone()));
         let held = context.geometry.vocab_shard(config.vocab_size).len();
-        let mut embedding = Embedding::load(held, h, vb.pp(names.embedding))?;
-        // GGUF files quantise the embedding: rows are looked up as floats, and logits are products with the matrix as
-        // it is.
+        let mut embedding = Embedding::load_on(held, h, vb.pp(names.embedding), context)?;
+        // GGUF files quantise the embedding. On devices rows are looked up as floats, and logits are products with
+        // another copy of the matrix, as it is in the file.
         let source = context.quant.as_ref();
         let scheme = source.map(|source| source.scheme(names.embedding)).transpose()?;
-        let ties_floats =
-            config.tie_word_embeddings && scheme.is_none_or(|scheme| scheme == QuantScheme::NONE);
-        if ties_floats {
+        let is_as_stored = embedding.weight().scheme() == scheme.unwrap_or(QuantScheme::NONE);
+        let shares = config.tie_word_embeddings && is_as_stored;
+        if shares {
             embedding = embedding.packed(context.cpu_isa)?;
         }
         let head = if config.tie_word_embeddings { names.embedding } else { names.lm_head };
-        let lm_head = match ties_floats {
+        let lm_head = match shares {
             true => LmHead::tied(&embedding),
             false => LmHead::load_on(held, h, vb.pp(head), context)?.packed(context.cpu_isa)?,
         };

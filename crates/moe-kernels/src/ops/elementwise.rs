@@ -1,6 +1,6 @@
-//! Row-wise ops: embedding lookup, RMS norm, residual addition, softmax.
+//! Row-wise ops: RMS norm, residual addition, softmax.
 
-use candle_core::{DType, Result, bail};
+use candle_core::{DType, Result};
 
 use crate::arguments::{expect, expect_dims, expect_dtype, expect_matrix, expect_stream};
 use crate::cpu::dispatch;
@@ -9,71 +9,7 @@ use crate::cpu::parallel::{for_each_item, rows_per_task};
 use crate::cpu::simd::{LANES, Lanes};
 use crate::exec::Exec;
 use crate::view::{View, ViewMut};
-use crate::weight::{WeightOrder, WeightView, panel_row};
 use crate::with_float;
-
-/// out\[t\] = table[ids\[t\]].
-///
-/// | argument | shape, dtype |
-/// |---|---|
-/// | `table` | [V, H] model dtype (f32, bf16, f16), in rows or panels |
-/// | `ids` | \[T\] u32 |
-/// | `out` | [T, H] dtype of the table, or f32 |
-///
-/// # Errors
-/// A wrong dtype or wrong dims; an id that is not below V.
-pub fn embedding_into<'w>(
-    table: impl Into<WeightView<'w>>,
-    ids: View,
-    out: ViewMut,
-    ex: &mut Exec,
-) -> Result<()> {
-    lookup(table.into(), ids, out, ex)
-}
-
-fn lookup(table: WeightView, ids: View, out: ViewMut, ex: &mut Exec) -> Result<()> {
-    let op = "embedding";
-    let (v, h) = expect_matrix(op, "table", &table)?;
-    expect(op, "ids", &ids, DType::U32, &[ids.elem_count()])?;
-    expect_dims(op, "out", &out, &[ids.elem_count(), h])?;
-    expect_stream(op, "out", &out, table.dtype())?;
-    #[cfg(feature = "cuda")]
-    if ex.is_cuda() {
-        return crate::cuda::rows::embedding(table.rows(op)?, ids, out, ex);
-    }
-    let _ = ex;
-    let ids = ids.cpu::<u32>()?;
-    if let Some((t, id)) = ids.iter().enumerate().find(|(_, id)| **id as usize >= v) {
-        bail!("{op}: id {id} at position {t} is out of range; expected 0..{v}")
-    }
-    with_float!(table.dtype(), op, T => match out.dtype() {
-        DType::F32 => embed::<T, f32>(table, ids, out),
-        _ => embed::<T, T>(table, ids, out),
-    })
-}
-
-fn embed<T: Lanes, S: Lanes>(table: WeightView, ids: &[u32], mut out: ViewMut) -> Result<()> {
-    let (table, order) = table.values("embedding")?;
-    let h = table.dims()[1];
-    let mut unpacked = vec![T::default(); if order == WeightOrder::Panels { h } else { 0 }];
-    let table = table.cpu::<T>()?;
-    let out = out.cpu_mut::<S>()?;
-    if h > 0 {
-        for (out, id) in out.chunks_exact_mut(h).zip(ids) {
-            let row = match order {
-                WeightOrder::Rows => &table[*id as usize * h..][..h],
-                WeightOrder::Panels => {
-                    panel_row(table, h, *id as usize, &mut unpacked);
-                    &unpacked
-                }
-            };
-            for (out, x) in out.iter_mut().zip(row) {
-                *out = S::narrow(x.widen());
-            }
-        }
-    }
-    Ok(())
-}
 
 /// out = x / sqrt(mean(x²) + eps) · weight by rows, in f32, rounded once
 /// (Zhang and Sennrich, 2019).

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{DType, Result, bail};
 
 use super::packed::{Packed, ScaleCounts, Scales, ScalesView};
-use super::places::{get, step_bytes};
+use super::places::{get_step, step_bytes};
 use super::{Columns, QuantRows, STEP};
 use crate::cpu::simd::LANES;
 use crate::plan::{ColumnOrder, expect_codec};
@@ -125,11 +125,12 @@ impl QuantMatrix {
             let scale = self.panel_scales(e, panel).one(block.group, lane);
             let zero = f32::from(self.zero(e, panel, block.group, lane));
             let minimum = self.panel_minima(e, panel).map_or(0.0, |minima| minima.one(block.group, lane));
-            for i in 0..block.len {
-                let q = get(self.scheme, q, block.step * STEP + i, lane);
-                let at = block.start + i;
-                let column = columns.x.as_ref().map_or(at, |x| x[at] as usize);
-                out[column] = scale * (self.scheme.value(q) - zero) - minimum;
+            for (step, first) in (0..block.len).step_by(STEP).enumerate() {
+                let codes = get_step(self.scheme, q, block.step + step, lane);
+                for (at, code) in (block.start + first..block.start + block.len).zip(codes) {
+                    let column = columns.x.as_ref().map_or(at, |x| x[at] as usize);
+                    out[column] = scale * (self.scheme.value(code) - zero) - minimum;
+                }
             }
         }
     }

@@ -20,44 +20,36 @@ pub(super) fn step_bytes(scheme: QuantScheme) -> usize {
     STEP * LANES * scheme.bits() / 8
 }
 
-/// Some bits of a code.
-struct Place {
-    /// The byte of the panel that contains them.
-    byte: usize,
-    /// The number of their first bit in that byte.
-    shift: usize,
-    /// The number of the lowest of these bits in the code.
-    from: usize,
-    /// The number of bits.
-    bits: usize,
-}
-
-/// The places of the bits of column `i` of a lane. If the upper bits are stored separately, the second place is theirs.
-fn places(scheme: QuantScheme, i: usize, lane: usize) -> [Option<Place>; 2] {
-    let bits = scheme.bits();
-    let first = i / STEP * step_bytes(scheme);
-    let i = i % STEP;
-    if bits == 8 {
-        let byte = first + (i / 4 * LANES + lane) * 4 + [0, 2, 1, 3][i % 4];
-        return [Some(Place { byte, shift: 0, from: 0, bits }), None];
+/// Returns the codes of the 8 columns of step `step` of a lane.
+pub(super) fn get_step(scheme: QuantScheme, panel: &[u8], step: usize, lane: usize) -> [u8; STEP] {
+    let len = step_bytes(scheme);
+    let step = &panel[step * len..][..len];
+    if scheme.bits() == 8 {
+        let words = step.as_chunks::<4>().0;
+        let [low, high] = [words[lane], words[LANES + lane]].map(|[a, c, b, d]| [a, b, c, d]);
+        return std::array::from_fn(|i| if i < STEP / 2 { low[i] } else { high[i - STEP / 2] });
     }
-    let bit = 4 * (i / 2) + 16 * (i % 2);
-    let lower = Place { byte: first + 4 * lane + bit / 8, shift: bit % 8, from: 0, bits: 4 };
-    // The upper nibbles have columns 0, 2, 4, 6, the lower ones columns 1, 3, 5, 7.
-    let upper = match bits {
-        5 => Some((lane, i / 2 + 4 * (1 - i % 2))),
-        6 => Some((2 * lane + i / 4, 2 * (i / 2 % 2) + 4 * (1 - i % 2))),
-        _ => None,
+    let (lower, upper) = step.split_at(NIBBLES);
+    let lower = lower.as_chunks::<4>().0[lane];
+    let upper = |i: usize| match scheme.bits() {
+        5 => upper[lane] >> fifth(i) & 1,
+        6 => upper[2 * lane + i / 4] >> fifth_and_sixth(i) & 3,
+        _ => 0,
     };
-    let upper =
-        upper.map(|(byte, shift)| Place { byte: first + NIBBLES + byte, shift, from: 4, bits: bits - 4 });
-    [Some(lower), upper]
+    // The bytes have columns 0, 2 | 4, 6 | 1, 3 | 5, 7.
+    let nibble = |i: usize| lower[i / 4 + 2 * (i % 2)] >> (4 * (i / 2 % 2)) & 0xf;
+    std::array::from_fn(|i| nibble(i) | upper(i) << 4)
 }
 
-/// The code of column `i` of a lane; `i` counts padding, too.
-pub(super) fn get(scheme: QuantScheme, panel: &[u8], i: usize, lane: usize) -> u8 {
-    let part = |at: Place| (panel[at.byte] >> at.shift & mask(at.bits)) << at.from;
-    places(scheme, i, lane).into_iter().flatten().map(part).fold(0, |code, part| code | part)
+/// The place of the fifth bit of column `i` of a step in the byte of its row.
+fn fifth(i: usize) -> usize {
+    // The upper nibbles have columns 0, 2, 4, 6, the lower ones columns 1, 3, 5, 7.
+    i / 2 + 4 * (1 - i % 2)
+}
+
+/// The place of the upper two bits of column `i` of a step in one of the two bytes of its row.
+fn fifth_and_sixth(i: usize) -> usize {
+    2 * (i / 2 % 2) + 4 * (1 - i % 2)
 }
 
 /// Sets the 8 columns of step `step` of a lane in a panel, which contains zeros there.
@@ -76,20 +68,15 @@ pub(super) fn put_step(scheme: QuantScheme, panel: &mut [u8], step: usize, lane:
     lower.as_chunks_mut().0[lane] = pairs.map(|[a, b]| q[a] & 0xf | q[b] << 4);
     let above = |i: usize, shift: usize| (q[i] >> 4) << shift;
     match scheme.bits() {
-        5 => upper[lane] = (0..STEP).fold(0, |bits, i| bits | above(i, i / 2 + 4 * (1 - i % 2))),
+        5 => upper[lane] = (0..STEP).fold(0, |bits, i| bits | above(i, fifth(i))),
         6 => {
             let byte = |first: usize| {
-                let shift = |i: usize| 2 * (i / 2) + 4 * (1 - i % 2);
-                (0..STEP / 2).fold(0, |bits, i| bits | above(first + i, shift(i)))
+                (first..first + STEP / 2).fold(0, |bits, i| bits | above(i, fifth_and_sixth(i)))
             };
             upper.as_chunks_mut().0[lane] = [byte(0), byte(STEP / 2)];
         }
         _ => {}
     }
-}
-
-fn mask(bits: usize) -> u8 {
-    u8::MAX >> (8 - bits)
 }
 
 #[cfg(test)]
@@ -109,8 +96,9 @@ mod tests {
                     put_step(scheme, &mut panel, step, lane, &codes);
                 }
             }
-            for (lane, i) in (0..LANES).flat_map(|lane| (0..3 * STEP).map(move |i| (lane, i))) {
-                assert_eq!(get(scheme, &panel, i, lane), code(lane, i), "{bits} {lane} {i}");
+            for (lane, step) in (0..LANES).flat_map(|lane| (0..3).map(move |step| (lane, step))) {
+                let want = std::array::from_fn(|i| code(lane, step * STEP + i));
+                assert_eq!(get_step(scheme, &panel, step, lane), want, "{bits} {lane} {step}");
             }
         }
     }

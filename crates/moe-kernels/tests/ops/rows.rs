@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Result};
 use half::{bf16, f16};
+use moe_kernels::quant::QuantUse;
 use moe_kernels::{
     Buffer, CpuIsa, Element, Float, NO_EXPERT, QkNormRope, add_into, add_rms_norm_into, embedding_into,
     qk_norm_rope_cache_into, rms_norm_into, softmax_into, weighted_sum_into,
@@ -9,6 +10,7 @@ use moe_kernels::{
 use proptest::prelude::*;
 
 use crate::common::{bits, data, exec, filled, isas, rounding, values, view, wide};
+use crate::quantised::{Plain, pack, schemes, weight};
 
 fn close<T: Float>(got: &[T], want: &[f64], slack: f64) {
     assert_eq!(got.len(), want.len());
@@ -260,6 +262,42 @@ fn softmax_of_infinities() -> Result<()> {
         let got = values::<f32>(&out);
         assert_eq!(&got[..3], &[0.0, 1.0, 0.0], "{isa:?}");
         assert!(got[3..].iter().all(|x| x.is_nan()), "{isa:?}: {got:?}");
+    }
+    Ok(())
+}
+
+/// Looks `ids` up in a quantised table, which must have the bits of its floats in dtype T.
+fn looks_up<T: Float>(table: &Plain, ids: &[u32], threads: usize) -> Result<()> {
+    let floats: Vec<T> = table.dequantised().into_iter().map(T::narrow).collect();
+    let want: Vec<T> =
+        ids.iter().flat_map(|id| floats[*id as usize * table.k..][..table.k].to_vec()).collect();
+    let weight = weight::<T>(&pack(table, QuantUse::Linear)?)?;
+    let guard = weight.read()?;
+    let ex = &mut exec(CpuIsa::Scalar, threads);
+    let mut same = filled::<T>(&[ids.len(), table.k])?;
+    let mut wide_out = filled::<f32>(&[ids.len(), table.k])?;
+    embedding_into(guard.view()?, view(ids, &[ids.len()]), same.view_mut(), ex)?;
+    embedding_into(guard.view()?, view(ids, &[ids.len()]), wide_out.view_mut(), ex)?;
+    assert_eq!(bits(&values::<T>(&same)), bits(&want), "{}", table.scheme);
+    assert_eq!(bits(&values::<f32>(&wide_out)), bits(&want), "{}", table.scheme);
+    Ok(())
+}
+
+#[test]
+fn quantised_tables_are_looked_up_as_floats() -> Result<()> {
+    for (seed, scheme) in (1..).zip(schemes(96)) {
+        for (n, k, count) in [(37, 96, 9), (5, 100, 3), (40, 96, 700), (1, 8, 0)] {
+            if k != 96 && !schemes(k).contains(&scheme) {
+                continue;
+            }
+            let table = Plain::new(n, k, scheme, true, seed);
+            let ids: Vec<u32> = (0..count).map(|i| (i * 7 + 3) % n as u32).collect();
+            for threads in [1, 3] {
+                looks_up::<f32>(&table, &ids, threads)?;
+                looks_up::<bf16>(&table, &ids, threads)?;
+                looks_up::<f16>(&table, &ids, threads)?;
+            }
+        }
     }
     Ok(())
 }
