@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 
 use moe_router::{RouterConfig, Scoring, Selection};
 
-/// The order of keys that differ by less than this, but are not equal, may be different in f32.
+/// The order of keys that differ by less than this may be different in f32, unless they are sums of the same numbers.
 const MARGIN: f64 = 1e-5;
 
 /// A row that was routed by the definition.
@@ -13,8 +13,17 @@ pub struct Row {
     pub ids: Vec<u32>,
     /// Their weights.
     pub weights: Vec<f64>,
-    /// Whether every comparison that decided the choice was an exact tie or had a clear gap.
+    /// Whether every comparison that decided the choice was a tie in any arithmetic or had a clear gap.
     pub clear: bool,
+}
+
+/// An expert or a group, and by what it is ordered.
+#[derive(Clone, Debug)]
+struct Ranked {
+    id: u32,
+    key: f64,
+    /// The logits and biases that the key is made of.
+    parts: Vec<(f64, f64)>,
 }
 
 fn score(scoring: Scoring, row: &[f64]) -> Vec<f64> {
@@ -29,13 +38,21 @@ fn score(scoring: Scoring, row: &[f64]) -> Vec<f64> {
     }
 }
 
+fn descending(a: &Ranked, b: &Ranked) -> Ordering {
+    b.key.partial_cmp(&a.key).unwrap_or(Ordering::Equal).then(a.id.cmp(&b.id))
+}
+
 /// Returns ids in descending order of key, with ties to the lower id, and whether the first `k` are clear.
-fn sorted(keys: &[(u32, f64)], k: usize) -> (Vec<u32>, bool) {
-    let mut keys = keys.to_vec();
-    keys.sort_by(|a, b| b.1.partial_cmp(&a.1).unwrap_or(Ordering::Equal).then(a.0.cmp(&b.0)));
-    let near = |pair: &[(u32, f64)]| pair[0].1 != pair[1].1 && pair[0].1 - pair[1].1 < MARGIN;
-    let clear = !keys[..keys.len().min(k + 1)].windows(2).any(near);
-    (keys.into_iter().map(|(id, _)| id).collect(), clear)
+fn sorted(mut keys: Vec<Ranked>, k: usize) -> (Vec<u32>, bool) {
+    keys.sort_by(descending);
+    // The difference of equal infinities is no number, and they are a tie in any arithmetic.
+    let is_near = |a: &Ranked, b: &Ranked| a.key - b.key < MARGIN;
+    let is_clear = |i: usize| {
+        let mut near = keys[i + 1..].iter().take_while(|other| is_near(&keys[i], other));
+        near.all(|other| other.parts == keys[i].parts)
+    };
+    let clear = (0..keys.len().min(k)).all(is_clear);
+    (keys.into_iter().map(|ranked| ranked.id).collect(), clear)
 }
 
 /// Routes one row of logits.
@@ -43,24 +60,27 @@ pub fn route(config: &RouterConfig, bias: Option<&[f32]>, logits: &[f32]) -> Row
     let capped = |x: f64| config.softcapping.map_or(x, |c| f64::from(c) * (x / f64::from(c)).tanh());
     let logits: Vec<f64> = logits.iter().map(|&x| capped(f64::from(x))).collect();
     let raw = config.selection == Selection::RawLogits;
-    let scores = if raw { logits } else { score(config.scoring, &logits) };
-    let key = |i: usize| scores[i] + bias.map_or(0.0, |b| f64::from(b[i]));
+    let scores = if raw { logits.clone() } else { score(config.scoring, &logits) };
+    let bias = |i: usize| bias.map_or(0.0, |b| f64::from(b[i]));
+    let expert =
+        |i: usize| Ranked { id: i as u32, key: scores[i] + bias(i), parts: vec![(logits[i], bias(i))] };
 
     let mut clear = true;
-    let mut candidates: Vec<(u32, f64)> = (0..scores.len()).map(|i| (i as u32, key(i))).collect();
+    let mut candidates: Vec<Ranked> = (0..scores.len()).map(expert).collect();
     if let Selection::Grouped { num_expert_group, topk_group } = config.selection {
         let size = scores.len() / num_expert_group;
-        let group_score = |g: usize| {
-            let mut members: Vec<f64> = (g * size..(g + 1) * size).map(key).collect();
-            members.sort_by(|a, b| b.total_cmp(a));
-            if bias.is_some() { members[0] + members[1] } else { members[0] }
+        let group = |g: usize| {
+            let mut members: Vec<Ranked> = (g * size..(g + 1) * size).map(expert).collect();
+            members.sort_by(descending);
+            members.truncate(if config.correction_bias { 2 } else { 1 });
+            let key = members.iter().map(|member| member.key).sum();
+            Ranked { id: g as u32, key, parts: members.into_iter().flat_map(|member| member.parts).collect() }
         };
-        let groups: Vec<(u32, f64)> = (0..num_expert_group).map(|g| (g as u32, group_score(g))).collect();
-        let (order, groups_clear) = sorted(&groups, topk_group);
+        let (order, groups_clear) = sorted((0..num_expert_group).map(group).collect(), topk_group);
         clear &= groups_clear;
-        candidates.retain(|(id, _)| order[..topk_group].contains(&(id / size as u32)));
+        candidates.retain(|expert| order[..topk_group].contains(&(expert.id / size as u32)));
     }
-    let (mut ids, ids_clear) = sorted(&candidates, config.top_k);
+    let (mut ids, ids_clear) = sorted(candidates, config.top_k);
     ids.truncate(config.top_k);
     let weights = weigh(config, &scores, &ids);
     Row { ids, weights, clear: clear && ids_clear }
