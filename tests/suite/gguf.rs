@@ -55,12 +55,14 @@ fn make(config: &str, types: &[GgmlType], seed: u64) -> Made {
     make_split(config, types, seed, false)
 }
 
-/// [`make`] for latent attention whose up-projections of keys and values are two tensors, if `split`.
+/// [`make`]. If `split`, what most files have in one tensor is in several: in latent attention the up-projections of keys
+/// and values, in other models the experts.
 fn make_split(config: &str, types: &[GgmlType], seed: u64, split: bool) -> Made {
     let raw: Value = serde_json::from_str(config).unwrap();
     let model_type = raw["model_type"].as_str().unwrap();
     let (architecture, keys) = architecture(model_type);
     let model = ALL.parse(&Config::parse(config, "config.json").unwrap()).unwrap();
+    let is_latent = raw["kv_lora_rank"].is_u64();
     let one_by_one = |name: &str| {
         let is_whole = name.ends_with("kv_b_proj.weight") && split;
         let is_grouped = name.ends_with("in_proj_qkvz.weight")
@@ -73,7 +75,12 @@ fn make_split(config: &str, types: &[GgmlType], seed: u64, split: bool) -> Made 
     for spec in &specs {
         let values = weights.get_unchecked(&spec.name, DType::F32, &Device::Cpu).unwrap();
         let values: Vec<f32> = values.flatten_all().unwrap().to_vec1().unwrap();
-        let (name, expert) = place(&spec.name, architecture);
+        let (name, expert) = match place(&spec.name, architecture) {
+            (name, Some(expert)) if split && !is_latent => {
+                (name.replace("_exps.", &format!(".{expert}.")), None)
+            }
+            placed => placed,
+        };
         let parts = stored.entry(name).or_default();
         assert_eq!(expert.unwrap_or(0), parts.len());
         parts.push(Part { values, shape: spec.shape.clone(), name: spec.name.clone() });
@@ -154,7 +161,7 @@ fn make_split(config: &str, types: &[GgmlType], seed: u64, split: bool) -> Made 
         }
         file.tensors.push(Tensor { name, shape, kind, bytes });
     }
-    if split {
+    if split && is_latent {
         join_up_projections(&mut twin, raw["num_attention_heads"].as_u64().unwrap() as usize);
     }
     let dir = tempfile::tempdir().unwrap();
@@ -300,6 +307,14 @@ fn latent_attention_has_the_logits_of_its_floats() {
             compare_made(make_split(config, &[Q4K, Q6K, Q4_0], seed, split), &[Q4K, Q6K, Q4_0]);
         }
     }
+}
+
+/// Files of 2023 have the experts one by one.
+#[test]
+fn experts_with_their_own_tensors_have_the_logits_of_their_floats() {
+    use GgmlType::{Q4K, Q6K};
+    compare_made(make_split(MIXTRAL, &[Q4K], 3, true), &[Q4K]);
+    compare_made(make_split(MIXTRAL, &[Q4K, Q6K, Q4K], 4, true), &[Q4K, Q6K]);
 }
 
 /// Files have the value heads of Qwen3.5 in another order. A rank takes its own heads in the order of the checkpoint.

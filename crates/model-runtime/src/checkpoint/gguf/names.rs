@@ -125,14 +125,26 @@ impl Names {
         if let Some(name) = self.modules.get(module) {
             return Place::One(format!("{layer}.{name}.{ending}"), self.change(module));
         }
-        match self.experts.get(module) {
-            Some(matrices) => Place::Experts(ExpertNames {
-                before: format!("{layer}.{mlp}.{experts}."),
+        let before = format!("{layer}.{mlp}.{experts}.");
+        if let Some(matrices) = self.experts.get(module) {
+            return Place::Experts(ExpertNames {
+                before,
                 matrices: matrices.clone(),
                 after: format!(".{ending}"),
-            }),
+            });
+        }
+        match self.of_one_expert(module) {
+            Some((expert, matrix)) => Place::One(format!("{before}{expert}.{matrix}.{ending}"), Change::None),
             None => Place::Unknown,
         }
+    }
+
+    /// The expert and the matrix of a module such as `ffn_gate.3`: files of Mixtral from 2023 have experts one by one.
+    fn of_one_expert<'a>(&self, module: &'a str) -> Option<(&'a str, &'static str)> {
+        let (part, expert) = module.rsplit_once('.')?;
+        expert.parse::<u32>().ok()?;
+        let matrices = self.experts.get(format!("{part}_exps").as_str())?;
+        matrices.first().filter(|_| matrices.len() == 1).map(|matrix| (expert, *matrix))
     }
 
     /// Returns what restores the values of a module or a tensor of this name. The norm inside of linear attention,
@@ -225,6 +237,12 @@ mod tests {
         assert_eq!(names.place("blk.2.ffn_up_exps.bias"), experts(&["up_proj"], ".bias"));
         let both = experts(&["gate_proj", "up_proj"], ".weight");
         assert_eq!(names.place("blk.2.ffn_gate_up_exps.weight"), both);
+        // In old files each has its own.
+        let own = one("model.layers.2.mlp.experts.5.up_proj.weight");
+        assert_eq!(names.place("blk.2.ffn_up.5.weight"), own);
+        for other in ["ffn_up.x", "ffn_gate_up.5", "attn_q.5", "ffn_up.5.5"] {
+            assert_eq!(names.place(&format!("blk.2.{other}.weight")), Place::Unknown, "{other}");
+        }
     }
 
     #[test]
