@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""make_gguf.py CONFIG OUT [--layers N] [FORMAT ..]: random-weight qwen3moe GGUF files from a config.json.
+"""make_gguf.py CONFIG OUT [--layers N] [FORMAT ..]: random-weight GGUF files from a config.json of Qwen3-MoE or OLMoE.
 
 Formats: BF16, Q8_0, Q4_0 (all of them by default), Q4_K_M. Every matrix is in the format; norms and router are F32. In
 Q4_K_M they are Q4_K, with Q6_K where llama-quantize has it. Integers are drawn as they are stored, with scales that
@@ -23,6 +23,8 @@ FILE_TYPES = {
     "Q4_K_M": gguf.LlamaFileType.MOSTLY_Q4_K_M,
 }
 DEFAULT = ("BF16", "Q8_0", "Q4_0")
+# llama.cpp's names of families.
+ARCHITECTURES = {"qwen3_moe": "qwen3moe", "olmoe": "olmoe"}
 
 
 def byte_alphabet():
@@ -33,7 +35,7 @@ def byte_alphabet():
 
 
 def writer(config, path, kind):
-    w = gguf.GGUFWriter(str(path), "qwen3moe")
+    w = gguf.GGUFWriter(str(path), ARCHITECTURES[config["model_type"]])
     w.add_name(path.stem)
     w.add_file_type(FILE_TYPES[kind])
     w.add_block_count(config["num_hidden_layers"])
@@ -43,12 +45,13 @@ def writer(config, path, kind):
     w.add_head_count(config["num_attention_heads"])
     w.add_head_count_kv(config["num_key_value_heads"])
     for add in (w.add_key_length, w.add_value_length, w.add_rope_dimension_count):
-        add(config["head_dim"])
+        add(head_dim(config))
     w.add_rope_freq_base(config["rope_theta"])
     w.add_layer_norm_rms_eps(config["rms_norm_eps"])
     w.add_expert_count(config["num_experts"])
     w.add_expert_used_count(config["num_experts_per_tok"])
-    w.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "moe_intermediate_size" in config:
+        w.add_expert_feed_forward_length(config["moe_intermediate_size"])
     # A made-up BPE vocabulary of the right size, so that llama.cpp's programs load the file.
     vocab = config["vocab_size"]
     w.add_vocab_size(vocab)
@@ -58,10 +61,14 @@ def writer(config, path, kind):
     w.add_token_list(alphabet + [f"<t{i}>" for i in range(vocab - len(alphabet))])
     w.add_token_types([1] * vocab)
     w.add_token_merges([f"{alphabet[0]} {alphabet[1]}"])
-    w.add_bos_token_id(config["bos_token_id"])
-    w.add_eos_token_id(config["eos_token_id"])
+    w.add_bos_token_id(config.get("bos_token_id", 0))
+    w.add_eos_token_id(config.get("eos_token_id", 0))
     w.add_add_bos_token(False)
     return w
+
+
+def head_dim(config):
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
 def random_rows(rng, kind, rows, columns):
@@ -141,16 +148,20 @@ def tensors(config, kind):
 
 def shapes(config):
     """Names, shapes and whether a tensor is in the file's format."""
-    hidden, head, vocab = config["hidden_size"], config["head_dim"], config["vocab_size"]
+    hidden, head, vocab = config["hidden_size"], head_dim(config), config["vocab_size"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    experts, width = config["num_experts"], config["moe_intermediate_size"]
+    experts = config["num_experts"]
+    width = config.get("moe_intermediate_size") or config["intermediate_size"]
+    # OLMoE norms all heads together.
+    q_norm, k_norm = (q, kv) if config["model_type"] == "olmoe" else (head, head)
     yield "token_embd.weight", (vocab, hidden), True
     yield "output_norm.weight", (hidden,), False
     if not config["tie_word_embeddings"]:
         yield "output.weight", (vocab, hidden), True
     for layer in range(config["num_hidden_layers"]):
         p = f"blk.{layer}."
-        for name, size in [("attn_norm", hidden), ("ffn_norm", hidden), ("attn_q_norm", head), ("attn_k_norm", head)]:
+        norms = {"attn_norm": hidden, "ffn_norm": hidden, "attn_q_norm": q_norm, "attn_k_norm": k_norm}
+        for name, size in norms.items():
             yield f"{p}{name}.weight", (size,), False
         yield p + "attn_q.weight", (q, hidden), True
         yield p + "attn_k.weight", (kv, hidden), True
