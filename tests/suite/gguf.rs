@@ -55,8 +55,8 @@ fn make(config: &str, types: &[GgmlType], seed: u64) -> Made {
     make_split(config, types, seed, false)
 }
 
-/// [`make`]. If `split`, what most files have in one tensor is in several: in latent attention the up-projections of keys
-/// and values, in other models the experts.
+/// [`make`]. If `split`, what most files have in one tensor is in several: in latent attention the up-projections of
+/// keys and values, in other models the experts.
 fn make_split(config: &str, types: &[GgmlType], seed: u64, split: bool) -> Made {
     let raw: Value = serde_json::from_str(config).unwrap();
     let model_type = raw["model_type"].as_str().unwrap();

@@ -160,7 +160,7 @@ impl Formed {
     }
 }
 
-/// Reads which ranks go on after a loss, as a rank of a world of `size` ranks reads it from rank 0. Returns their number.
+/// Reads which ranks go on after a loss, as a rank of a world of `size` ranks reads it from rank 0. Returns how many.
 ///
 /// # Errors
 /// Any error that keeps the rank from going on with them.
