@@ -9,7 +9,9 @@ use candle_core::Result;
 use crate::buffer::Buffer;
 use crate::cpu::roof::{Fma, Read};
 use crate::cpu::{dispatch, parallel::for_each};
-use crate::exec::{CpuIsa, Exec};
+#[cfg(target_arch = "x86_64")]
+use crate::exec::CpuIsa;
+use crate::exec::Exec;
 
 /// Measured limits, of all threads together.
 #[derive(Clone, Copy, Debug, PartialEq)]

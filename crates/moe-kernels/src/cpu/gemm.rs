@@ -5,7 +5,7 @@
 //! a unit is computed: on vector registers ([`super::vectors`], [`super::pairs`]) or on matrix registers
 //! ([`super::amx`]).
 
-use candle_core::{DType, Result, bail};
+use candle_core::{DType, Result};
 
 #[cfg(target_arch = "x86_64")]
 use super::amx::Amx;
@@ -16,7 +16,9 @@ use super::simd::{LANES, Lanes};
 use super::tile::{CACHE_LINE, UNIT};
 use super::units::{Epilogue, Method, UnitWeights, Units, Work, even_parts};
 use super::vectors::Vectors;
-use crate::exec::{CpuIsa, Exec};
+#[cfg(target_arch = "x86_64")]
+use crate::exec::CpuIsa;
+use crate::exec::Exec;
 use crate::storage::Element;
 use crate::weight::WeightOrder;
 
@@ -57,7 +59,7 @@ pub(crate) fn products<T: Lanes>(p: &Products<T>, ex: &Exec, epilogue: &impl Epi
     match (isa, <T as Element>::DTYPE) {
         #[cfg(target_arch = "x86_64")]
         (CpuIsa::AmxBf16, DType::BF16) if panels => {
-            bail!("weights of bf16 in panels were packed for another path than {}", isa.name())
+            candle_core::bail!("weights of bf16 in panels were packed for another path than {}", isa.name())
         }
         #[cfg(target_arch = "x86_64")]
         (CpuIsa::AmxBf16, DType::BF16) => Driver { p, ex, epilogue, method: Amx }.run(),

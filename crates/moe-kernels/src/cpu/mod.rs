@@ -21,6 +21,8 @@ pub(crate) mod epilogue;
 pub(crate) mod gemm;
 pub(crate) mod math;
 pub(crate) mod mla;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 pub(crate) mod norm;
 pub(crate) mod pack;
 #[cfg(target_arch = "x86_64")]
@@ -57,6 +59,8 @@ pub(crate) fn dispatch<K: Kernel>(isa: CpuIsa, kernel: K) -> K::Output {
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         CpuIsa::Avx512Bf16 | CpuIsa::Avx512Dot | CpuIsa::AmxBf16 => unsafe { avx512::run_vnni(kernel) },
+        #[cfg(target_arch = "aarch64")]
+        CpuIsa::Neon => neon::run(kernel),
         _ => run_scalar(kernel),
     }
 }

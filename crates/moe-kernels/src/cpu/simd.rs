@@ -167,8 +167,12 @@ pub(crate) trait Simd: Copy {
 
 /// Methods of a [`Simd`], which take `self` first and are always inlined.
 macro_rules! inlined {
-    ($(fn $name:ident $(<const $flag:ident: bool>)? ($($arg:ident: $type:ty),*) $(-> $out:ty)? $body:block)*) => {$(
+    ($(
+        $(#[$attribute:meta])?
+        fn $name:ident $(<const $flag:ident: bool>)? ($($arg:ident: $type:ty),*) $(-> $out:ty)? $body:block
+    )*) => {$(
         #[inline(always)]
+        $(#[$attribute])?
         fn $name $(<const $flag: bool>)? (self, $($arg: $type),*) $(-> $out)? $body
     )*};
 }
@@ -177,6 +181,8 @@ macro_rules! inlined {
 macro_rules! intrinsics {
     ($(fn $name:ident $(<const $flag:ident: bool>)? ($($arg:ident: $type:ty),*) $(-> $out:ty)? $body:block)*) => {
         $crate::cpu::simd::inlined! {$(
+            // NEON is in every 64-bit Arm processor, so that some of its intrinsics are safe.
+            #[cfg_attr(target_arch = "aarch64", allow(unused_unsafe))]
             fn $name $(<const $flag: bool>)? ($($arg: $type),*) $(-> $out)? {
                 // SAFETY: `self` proves the instruction set; pointers are to arrays of the length that is moved.
                 unsafe { $body }

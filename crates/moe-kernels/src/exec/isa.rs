@@ -22,11 +22,13 @@ pub enum CpuIsa {
     Avx512Dot,
     /// AMX matrix registers for products of bf16; everything else is as in [`CpuIsa::Avx512Bf16`].
     AmxBf16,
+    /// NEON of 64-bit Arm: the same arithmetic as AVX2, so the same bits.
+    Neon,
 }
 
 impl CpuIsa {
     /// Every path.
-    pub const ALL: [CpuIsa; 7] = [
+    pub const ALL: [CpuIsa; 8] = [
         CpuIsa::Scalar,
         CpuIsa::Avx2,
         CpuIsa::Avx2Vnni,
@@ -34,6 +36,7 @@ impl CpuIsa {
         CpuIsa::Avx512Bf16,
         CpuIsa::Avx512Dot,
         CpuIsa::AmxBf16,
+        CpuIsa::Neon,
     ];
 
     /// The fastest path that this machine runs.
@@ -72,8 +75,10 @@ impl CpuIsa {
             Self::Avx512Dot => Self::Avx512Bf16.is_supported(),
             #[cfg(target_arch = "x86_64")]
             Self::AmxBf16 => Self::Avx512Bf16.is_supported() && crate::cpu::amx::is_supported(),
+            #[cfg(target_arch = "x86_64")]
+            Self::Neon => false,
             #[cfg(not(target_arch = "x86_64"))]
-            _ => false,
+            _ => self == Self::Neon && cfg!(target_arch = "aarch64"),
         }
     }
 
@@ -87,6 +92,7 @@ impl CpuIsa {
             Self::Avx512Bf16 => "avx512-bf16",
             Self::Avx512Dot => "avx512-dot",
             Self::AmxBf16 => "amx-bf16",
+            Self::Neon => "neon",
         }
     }
 

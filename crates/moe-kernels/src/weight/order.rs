@@ -29,6 +29,7 @@ impl WeightOrder {
             CpuIsa::Avx2 | CpuIsa::Avx2Vnni => true,
             CpuIsa::Avx512 | CpuIsa::Avx512Bf16 | CpuIsa::Avx512Dot => true,
             CpuIsa::AmxBf16 => dtype != DType::BF16,
+            CpuIsa::Neon => true,
             CpuIsa::Scalar => false,
         };
         let is_whole = run > 0 && k > 0 && run.is_multiple_of(LANES) && k.is_multiple_of(LANES);

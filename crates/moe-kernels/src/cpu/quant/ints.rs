@@ -95,8 +95,10 @@ impl<T: Lanes> Form<T> for Ints<'_> {
 }
 
 /// The most rows of x for which weights are unpacked in registers.
+#[cfg(target_arch = "x86_64")]
 struct DirectRows;
 
+#[cfg(target_arch = "x86_64")]
 impl Kernel for DirectRows {
     type Output = usize;
 
@@ -106,7 +108,7 @@ impl Kernel for DirectRows {
     }
 }
 
-/// [`DirectRows`] of weights that take longer to unpack.
+/// The most rows of x for which weights of one format are unpacked in registers.
 struct DirectRowsOf<Q>(PhantomData<Q>);
 
 impl<Q: Quants> Kernel for DirectRowsOf<Q> {
