@@ -10,7 +10,7 @@ use anyhow::{Context, Result, anyhow};
 use indicatif::{BinaryBytes, HumanCount};
 use model_runtime::checkpoint::{Configs, Gguf, TensorFiles, TensorInfo};
 use model_runtime::config::Bounds;
-use model_runtime::{Checkpoint, Config, Geometry, QuantConfig};
+use model_runtime::{Checkpoint, Config, Geometry, QuantConfig, SamplingParams};
 use moe_engine::engine::{EngineConfig, host_memory};
 use moe_engine::tokenizer::Tokenizer;
 use moe_engine::{MemoryPlan, RunConfig, mtp_bytes};
@@ -135,6 +135,7 @@ fn verdict(
         layout.check_quantised(quantisation, false)?;
     }
     checkpoint.verify(&layout.tensors, model.ignored()).map(drop)?;
+    checkpoint.generation_config.as_ref().map(SamplingParams::from_generation_config).transpose()?;
     let tokenizer = Tokenizer::from_dir(dir).map(drop);
     tokenizer.context("there is no text without a tokenizer (--skip-tokenizer-init runs token ids)")
 }

@@ -67,6 +67,9 @@ fn inspect_says_what_would_not_load() {
         "of another shape",
     );
     copy(&|dir| config(dir, "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3"), "missing");
+    let defaults =
+        |dir: &Path| std::fs::write(dir.join("generation_config.json"), r#"{"top_p": 2}"#).unwrap();
+    copy(&defaults, "top_p");
     let other = run(&["inspect", fixture("deepseek-text").to_str().unwrap()], &[]);
     let words = text(&other.stdout);
     assert!(other.status.code() == Some(1) && words.contains("the program `moe` runs"), "{words}");
