@@ -218,7 +218,7 @@ impl Ahead {
                 let step = step + STREAM_LEAD;
                 let offset = if step < steps { step * STEP } else { (step - steps) * STEP + next };
                 for row in rows {
-                    // SAFETY: a prefetch never faults, whatever the address.
+                    // SAFETY: a prefetch of an address that is not valid does nothing.
                     unsafe { _mm_prefetch::<_MM_HINT_T0>(row.as_ptr().wrapping_add(offset).cast()) }
                 }
             }

@@ -235,7 +235,7 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
 
     #[inline(always)]
     fn prefetch<T>(self, p: *const T) {
-        // SAFETY: a prefetch never faults, whatever the address.
+        // SAFETY: a prefetch of an address that is not valid does nothing.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
 }

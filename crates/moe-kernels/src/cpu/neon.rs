@@ -287,7 +287,7 @@ impl Simd for Neon {
 
     #[inline(always)]
     fn prefetch<T>(self, p: *const T) {
-        // SAFETY: a prefetch never faults, whatever the address.
+        // SAFETY: a prefetch of an address that is not valid does nothing.
         unsafe { asm!("prfm pldl1keep, [{p}]", p = in(reg) p, options(nostack, readonly, preserves_flags)) }
     }
 }
